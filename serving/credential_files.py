@@ -125,7 +125,7 @@ class TokenFile:
         try:
             return self._load()
         except NoTokensError as error:  # the operator has revoked all tokens
-            _log.error("calls that need a token of %s are rejected: %s", self._path, error)
+            _log.error("requests that need a token from %s are now rejected: %s", self._path, error)
             return ()
 
 

@@ -154,4 +154,6 @@ def _call(name: str, *arguments: Any) -> Any:
 def _check(name: str, status: cuda.CUresult) -> None:
     if status != cuda.CUresult.CUDA_SUCCESS:
         reason = cuda.cuGetErrorString(status)[1]
-        raise BackendError(f"{name}: {reason.decode() if reason else status}")
+        raise BackendError(
+            f"the CUDA driver call {name} failed: {reason.decode() if reason else status}"
+        )

@@ -80,4 +80,5 @@ class LaunchGraphs:
         if status:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(status, ctypes.byref(text))
-            raise BackendError(f"{name}: {text.value.decode() if text.value else status}")
+            reason = text.value.decode() if text.value else f"status {status}"
+            raise BackendError(f"the CUDA driver call {name} failed: {reason}")

@@ -205,12 +205,15 @@ class OnnxRuntimeBackend:
                 else:
                     return session
                 del session
-                _log.info("no memory for batches of %d; trying algorithms that need less", size)
+                _log.info(
+                    "too little GPU memory for batches of %d images; trying algorithms that need "
+                    "less memory",
+                    size,
+                )
             if not smaller:
                 raise BackendError(
-                    "the GPU has too little free memory for batches of "
-                    f"{size} in {self._precision}; lower --max-batch (--batch in commands without "
-                    "a server)"
+                    f"the GPU has too little free memory for batches of {size} images in "
+                    f"{self._precision}; lower --max-batch (--batch in commands without a server)"
                 )
             smaller.clear()
 

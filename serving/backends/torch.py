@@ -190,6 +190,6 @@ def _enough_memory(max_batch: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise BackendError(
-            f"the GPU has too little free memory for batches of up to {max_batch}; lower "
+            f"the GPU has too little free memory for batches of up to {max_batch} images; lower "
             "--max-batch (--batch in commands without a server), or end other processes on the GPU"
         ) from error

@@ -129,6 +129,6 @@ def _predict_with_ray(
     click.echo(f"detections in {images}, see {output}")
     if summary.failures:
         raise click.ClickException(
-            f"{summary.failures} of {counted(summary.images, 'image')} failed; see `error` in "
-            "their rows"
+            f"{summary.failures} of {counted(summary.images, 'image')} failed; see "
+            "the column `error` of the Parquet files"
         )

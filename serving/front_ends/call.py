@@ -147,7 +147,7 @@ class ForwardedCall(CallOutcome):
             self._send_status(grpc.StatusCode.CANCELLED, "")
             raise
         except Exception as error:
-            _log.exception("%s failed", self._details_of_call.method)
+            _log.exception("gRPC method %s failed", self._details_of_call.method)
             self._send_status(grpc.StatusCode.UNKNOWN, f"Unexpected {type(error)}: {error}")
 
     async def _run(self, handler: Any) -> None:

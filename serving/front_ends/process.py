@@ -69,7 +69,7 @@ async def _serve(
         else:
             server.add_secure_port(address, certificate.grpc_credentials())
     except RuntimeError:
-        _log.error("cannot listen on %s", address)
+        _log.error("the front-end process cannot listen on %s", address)
         sys.exit(1)
     await server.start()
     link.send(Frame.READY)

@@ -117,9 +117,13 @@ class HttpConnection(HttpToolsProtocol):
         self._unset_head_timer()
         hosts = [name for name, _ in self.headers if name == b"host"]
         if len(hosts) != 1 and self.parser.get_http_version() == "1.1":
-            raise ValueError("a request needs one Host header")  # the parser reports an error
+            # The parser reports an error.
+            raise ValueError("a request needs exactly one Host header")
         if len(self.pipeline) >= _MAX_PIPELINED:
-            raise ValueError(f"more than {_MAX_PIPELINED} requests wait for a response")
+            raise ValueError(
+                f"more than {_MAX_PIPELINED} requests on this connection wait for a response; read "
+                "responses before sending more"
+            )
         if self.parser.should_upgrade():
             return  # `_unsupported_upgrade_warning` parses the request again
         super().on_headers_complete()

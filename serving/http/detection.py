@@ -122,7 +122,9 @@ class DetectionRoutes:
         files = await in_daemon_thread(self._sample_files, _model_name(call))
         path = files.get(call.request.path_params["name"])
         if path is None:
-            raise HTTPException(404, "the bundle has no such sample; see /v1/samples")
+            raise HTTPException(
+                404, "the bundle has no sample of this name; /v1/samples lists the samples"
+            )
         kind = "jpeg" if path.suffix.lower() in (".jpg", ".jpeg") else path.suffix[1:].lower()
         return Response(await in_daemon_thread(path.read_bytes), media_type=f"image/{kind}")
 

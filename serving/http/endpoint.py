@@ -139,7 +139,10 @@ class Endpoint:
         # where they would count as local.
         headers = call.request.headers
         if self._method in ADMIN_METHODS and any(name in headers for name in _BROWSER_HEADERS):
-            raise ForbiddenError("models cannot be loaded and unloaded from a web page")
+            raise ForbiddenError(
+                "web pages must not load or unload models; send the request from a client outside "
+                "the browser"
+            )
 
 
 def error_response(status: grpc.StatusCode, message: str) -> Response:

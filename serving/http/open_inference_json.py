@@ -167,7 +167,9 @@ def _raw_contents(inputs: Sequence[InputTensor], binary: memoryview) -> list[byt
             contents.append(_raw_from_data(tensor))
             continue
         if tensor.data is not None:
-            raise InvalidRequestError(f"input {tensor.name!r} has both data and {_SIZE}")
+            raise InvalidRequestError(
+                f"input {tensor.name!r} has both data and {_SIZE}; give only one"
+            )
         if type(size) is not int or not 0 <= size <= len(binary) - start:
             raise InvalidRequestError(
                 f"input {tensor.name!r} has the {_SIZE} {size!r}; {len(binary) - start} bytes "
@@ -177,7 +179,8 @@ def _raw_contents(inputs: Sequence[InputTensor], binary: memoryview) -> list[byt
         start += size
     if start < len(binary):
         raise InvalidRequestError(
-            f"the body has {len(binary) - start} bytes more than the {_SIZE} of the inputs"
+            f"the binary part of the body has {len(binary) - start} bytes more than the sum of "
+            f"{_SIZE} of the inputs"
         )
     return contents
 
@@ -186,7 +189,7 @@ def _raw_from_data(tensor: InputTensor) -> bytes:
     """Return the raw contents of a tensor whose contents are in JSON."""
     name, data = tensor.name, tensor.data
     if data is None:
-        raise InvalidRequestError(f"input {name!r} has neither data nor {_SIZE}")
+        raise InvalidRequestError(f"input {name!r} has neither data nor {_SIZE}; give one of them")
     if tensor.datatype == "BYTES":
         return serialised_strings([[_bytes_from_base64(name, text) for text in _flat(data)]])
     types: set[type] = {int} if tensor.datatype == "UINT8" else {int, float}
@@ -198,7 +201,9 @@ def _raw_from_data(tensor: InputTensor) -> bytes:
     if not set(map(type, flat)) <= types:
         raise InvalidRequestError(f"the data of input {name!r} are not {tensor.datatype} numbers")
     if flat and not 0 <= min(flat) <= max(flat) <= 255:
-        raise InvalidRequestError(f"input {name!r} has values outside 0..255")
+        raise InvalidRequestError(
+            f"input {name!r} has values outside 0..255; send pixels that are not normalised"
+        )
     return np.array(flat, _DTYPES[tensor.datatype]).tobytes()
 
 

@@ -201,6 +201,6 @@ def _parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:
         kind = parameter.WhichOneof("parameter_choice")
         if kind not in _PARAMETERS[name]:
             kinds = " or ".join(_PARAMETERS[name])
-            raise InvalidRequestError(f"parameter {name!r} has {kind}; send it as {kinds}")
+            raise InvalidRequestError(f"parameter {name!r} has the type {kind}; send it as {kinds}")
         values[name] = getattr(parameter, kind)
     return values

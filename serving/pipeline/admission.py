@@ -114,9 +114,10 @@ class AdmissionController:
         capacity, connections = self.capacity, len({*self._claimed, peer})
         setting = "max-wait-s" if capacity < self._max_capacity else "queue-size"
         raise QueueFullError(
-            f"the request needs {slots} admission slots; {self._in_use} of {capacity} are in use, "
-            f"{self._claimed[peer]} of them held or awaited by its connection, which is one of "
-            f"{connections}; try again later, or raise the server's --{setting}"
+            f"the server is busy: the request needs {slots} admission slots, one per image, but "
+            f"{self._in_use} of {capacity} are in use, and its connection, one of {connections}, "
+            f"holds or awaits {self._claimed[peer]}; try again later, or raise the server's "
+            f"--{setting}"
         )
 
     @asynccontextmanager

@@ -250,7 +250,7 @@ class Batcher(Generic[Item, Result]):
             _log.error("%s; restarting it", exit_message)
             await self._restart(index)
             self.restarts += 1
-            _log.warning("the worker process is up again")
+            _log.warning("the worker process has restarted and accepts batches again")
 
     def _take_down(self, worker: _WorkerState[Item, Result]) -> None:
         """Kill a worker's process. If no other worker is up, fail all queued items."""

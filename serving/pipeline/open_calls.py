@@ -33,8 +33,9 @@ class OpenCalls:
         own, free = self._open[peer], self._limit - self._open.total() - 1
         if free < 0 or own > _CALLS_PER_FREE_CALL * free:
             raise QueueFullError(
-                f"the server has {self._open.total()} open calls of at most {self._limit}, {own} "
-                "of this connection; try again later, or raise the server's --queue-size"
+                f"the server has {self._open.total()} open calls, {own} of them from this "
+                f"connection, and accepts at most {self._limit}; try again later, or raise the "
+                "server's --queue-size"
             )
         self._open[peer] += 1
 

@@ -278,4 +278,4 @@ def _skip_errors(subject: str) -> Iterator[None]:
     try:
         yield
     except (pynvml.NVMLError, BackendError) as error:
-        _log.debug("%s: %s", subject, error)
+        _log.debug("cannot read %s: %s", subject, error)

@@ -248,7 +248,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if self._public_calls[peer] >= _PUBLIC_CALLS_PER_CONNECTION:
             raise QueueFullError(
                 f"the connection has {_PUBLIC_CALLS_PER_CONNECTION} open calls for health and "
-                "reflection, which is the maximum; end one first"
+                "reflection, which is the maximum; end one of these calls first"
             )
         self._public_calls[peer] += 1
 

@@ -98,8 +98,9 @@ class PendingMessages:
             if wait in self._waits:
                 raise ExpiredError(f"the request did not arrive within {timeout_s:g} s") from None
             raise QueueFullError(
-                "the server waits for too many requests to arrive (the limit depends on "
-                "queue_size), and this call has waited longest on its connection; try again later"
+                "the server has too many requests that have not arrived completely (the limit "
+                "depends on queue_size), and this one is the oldest of its connection; try again "
+                "later"
             ) from None
         finally:
             self._waits.pop(wait, None)
@@ -147,7 +148,7 @@ async def _read_single(
 ) -> Any:
     request = await _read_request(pending, handler.request_deserializer, context, timeout_s)
     if request is None:
-        raise InvalidRequestError("the call ended without a request")
+        raise InvalidRequestError("the client ended the call without sending a request")
     return request
 
 
@@ -284,9 +285,9 @@ def _fields(message: bytes, start: int, end: int) -> Iterator[_Field]:
         elif wire_type in (_FIXED32, _FIXED64):
             stop = start + (4 if wire_type == _FIXED32 else 8)
         else:
-            raise DecodeError(f"wire type {wire_type}")
+            raise DecodeError(f"unknown protobuf wire type {wire_type}")
         if stop > end:
-            raise DecodeError("a field is truncated")
+            raise DecodeError("a protobuf field is truncated")
         yield _Field(tag >> 3, wire_type, start, stop)
         start = stop
 
@@ -298,4 +299,4 @@ def _varint(message: bytes, start: int) -> tuple[int, int]:
         value |= (byte & 127) << 7 * index
         if byte < 128:
             return value, start + index + 1
-    raise DecodeError("a varint is truncated")
+    raise DecodeError("a protobuf varint is truncated")
