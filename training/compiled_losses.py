@@ -101,7 +101,9 @@ class CompiledLosses:
         except BackendCompilerFailed as error:
             problem = f"torch cannot compile the training step: {str(error).splitlines()[0]}"
             if self._required:
-                raise ConfigError(f"{problem}; set compile=false") from error
+                raise ConfigError(
+                    f"{problem}; to train without compilation, set compile=false"
+                ) from error
             logger.warning("%s; training goes on without compilation, which is slower", problem)
             self._losses, self._graphs = self._eager, False
             return self._eager(images, image_sizes, targets, seeds)

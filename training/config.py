@@ -90,13 +90,20 @@ class DataConfig(FrozenConfig):
             raise ValueError(f"max_size {self.max_size} is below min_size {self.min_size}")
         for bucket in self.buckets:
             if not bucket.is_multiple_of_step:
-                raise ValueError(f"sides of bucket {bucket} are not multiples of {BUCKET_STEP}")
+                raise ValueError(
+                    f"the sides of bucket {bucket} are not multiples of {BUCKET_STEP} pixels"
+                )
         for sides in ((self.min_size, self.max_size), (self.max_size, self.min_size)):
             if not any(b.height >= sides[0] and b.width >= sides[1] for b in self.buckets):
-                raise ValueError(f"no bucket holds an image of {sides[0]}x{sides[1]} pixels")
+                raise ValueError(
+                    f"no bucket holds an image of {sides[0]}x{sides[1]} pixels, as min_size and "
+                    "max_size allow; add a larger bucket"
+                )
         check_order(self.transforms)
         if self.transforms and self.decode == "device":
-            raise ValueError("transforms need decode=workers")
+            raise ValueError(
+                "transforms need decode=workers, because they run in the data-loading processes"
+            )
         return self
 
 
@@ -161,7 +168,8 @@ class EvaluationConfig(FrozenConfig):
                 )
         if self.expected and self.skip_eval:
             raise ValueError(
-                "expected needs metrics, but skip_eval is true; set skip_eval=false or expected={}"
+                "expected needs metrics, which skip_eval=true does not compute; set "
+                "skip_eval=false or expected={}"
             )
         return self
 

@@ -59,7 +59,10 @@ def _merged(source: str, folder: Path, above: tuple[str, ...]) -> Values:
     # name of this source already, the bases form a cycle.
     name = source if source in presets() else os.path.normpath(folder / source)
     if name in above:
-        raise SourceError(f"{' has base '.join((*above, name))}: these bases form a cycle")
+        raise SourceError(
+            f"{' has base '.join((*above, name))}: these bases form a cycle; remove the key base "
+            "from one of these configurations"
+        )
     values = _read(source, Path(name))
     base = values.pop("base", None)
     if base is None:

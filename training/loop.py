@@ -230,7 +230,9 @@ class TrainingLoop:
         """
         trainer, config = self._trainer, self._config
         if not all(weight.isfinite().all() for weight in trainer.model.parameters()):
-            raise DivergenceError(f"a weight was not finite after iteration {trainer.iteration}")
+            raise DivergenceError(
+                f"a weight was NaN or infinite after iteration {trainer.iteration}"
+            )
         checkpoint = Checkpoint(
             model_config=config.model,
             weights=trainer.evaluated_model.state_dict(),

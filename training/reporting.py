@@ -164,7 +164,8 @@ class TrainingReport:
         self.record_metrics(done, values)
         if not losses.isfinite().all():
             raise DivergenceError(
-                f"a loss was NaN or infinite in the last {len(losses)} of {done} iterations"
+                f"a loss was NaN or infinite in the last {len(losses)} of the {done} iterations so "
+                "far"
             )
 
 

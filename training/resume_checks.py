@@ -76,8 +76,8 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
     for key in sorted(key for key in {*old, *new} if old.get(key) != new.get(key)):
         if _is_within(key, _FIXED) and not _is_within(key, _FREE):
             raise ConfigError(
-                f"the run to resume has {key}={old.get(key)}, the configuration now has "
-                f"{new.get(key)}; set {key}={old.get(key)}, or start a new run with "
+                f"the run to resume has {key}={old.get(key)}, but the configuration now has "
+                f"{key}={new.get(key)}; set {key}={old.get(key)}, or start a new run with "
                 "output_dir=FOLDER"
             )
         logger.info("resuming with %s=%s, previously %s", key, new.get(key), old.get(key))

@@ -169,7 +169,9 @@ class _Tolerant:
         try:
             send(self._tracker)
         except Exception as error:
-            logger.warning("the run continues without the tracker %s: %s", self._name, error)
+            logger.warning(
+                "the tracker %s failed, so the run continues without it: %s", self._name, error
+            )
             self._tracker = None
 
     def close(self, *, failed: bool) -> None:

@@ -90,7 +90,7 @@ REFUSED = {
     "seed": "override 'seed' is not of the form key.path=value",
     "=1": "override '=1' is not of the form key.path=value",
     "seed=[1": "the value of override 'seed=[1' is not YAML",
-    "device.name=cpu": "device.name: device is a value, not a section",
+    "device.name=cpu": "device.name cannot be set, because device is a value, not a section",
 }
 
 

@@ -38,11 +38,23 @@ def folder(begun: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("override", "difference"),
     [
-        ("model.roi.box_head_dim=64", "model.roi.box_head_dim=32, the configuration now has 64"),
-        ("seed=1", "seed=0, the configuration now has 1"),
-        ("solver.images_per_batch=2", "solver.images_per_batch=4, the configuration now has 2"),
-        ("solver.optimizer=adamw", "solver.optimizer=sgd, the configuration now has adamw"),
-        ("data.keep_empty=true", "data.keep_empty=False, the configuration now has True"),
+        (
+            "model.roi.box_head_dim=64",
+            "model.roi.box_head_dim=32, but the configuration now has model.roi.box_head_dim=64",
+        ),
+        ("seed=1", "seed=0, but the configuration now has seed=1"),
+        (
+            "solver.images_per_batch=2",
+            "the configuration now has solver.images_per_batch=2; set solver.images_per_batch=4",
+        ),
+        (
+            "solver.optimizer=adamw",
+            "the configuration now has solver.optimizer=adamw; set solver.optimizer=sgd",
+        ),
+        (
+            "data.keep_empty=true",
+            "the configuration now has data.keep_empty=True; set data.keep_empty=False",
+        ),
     ],
 )
 def test_model_data_seed_and_batch_size_must_be_unchanged(

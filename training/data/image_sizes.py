@@ -50,7 +50,7 @@ def read_header_size(path: Path) -> HeaderSize:
     except ImageError:
         raise
     except UnidentifiedImageError:
-        raise ImageError("not a JPEG, PNG, WebP, BMP or TIFF image") from None
+        raise ImageError("the file is not a JPEG, PNG, WebP, BMP or TIFF image") from None
     except OSError as error:
         raise ImageError(error.strerror or str(error)) from None
     except Exception as error:  # on damaged files, codecs raise exceptions of any type

@@ -146,7 +146,7 @@ def prepare_finetuning(
     except DataError as error:
         left_out = f"; left out: {summary_of(splits.faults)}" if splits.faults else ""
         inspect = f"maskrcnn data inspect {shlex.quote(str(path))}"
-        raise DataError(f"{path}: {error}{left_out}; `{inspect}` shows more") from None
+        raise DataError(f"{path}: {error}{left_out}; run `{inspect}` for details") from None
     weights = given.get("weights", DEFAULT_WEIGHTS)
     start = initial_checkpoint(None if weights is None else str(weights))
     machine = this_machine(device_from(given.get("device", "auto")))
@@ -170,8 +170,9 @@ def check_resumed_data(path: Path, config: TrainConfig) -> None:
     folders = {split.images.resolve() for split in recognize_layout(path).splits.values()}
     if config.data.train.images.resolve() not in folders:
         raise ConfigError(
-            f"{config.output_dir} is a run on the images in {config.data.train.images}, and not on "
-            f"{path}; resume it with its own data set, or choose another output_dir=FOLDER"
+            f"{config.output_dir} holds a training run on the images in "
+            f"{config.data.train.images}, not on {path}; resume the run with its own data set, or "
+            "choose another folder with output_dir=FOLDER"
         )
 
 
@@ -225,7 +226,9 @@ def _usable_records(
     usable = [record for record in records if record.id not in misfits]
     if not usable:
         first = next(iter(misfits.values()))
-        raise DataError(f"{dataset.name} lists no usable image file; the first is {first}")
+        raise DataError(
+            f"{dataset.name} lists no usable image file; the first unusable file is {first}"
+        )
     return usable, tuple(misfits.values())
 
 

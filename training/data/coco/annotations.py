@@ -115,8 +115,8 @@ def _segmentation_from(
     value = annotation.get("segmentation")
     if not value:
         raise InvalidAnnotationError(
-            "neither polygons nor RLE; have the annotation tool export instance segmentation, not "
-            "boxes"
+            "no segmentation, neither polygons nor RLE; have the annotation tool export instance "
+            "segmentation, not only boxes"
         )
     if isinstance(value, dict):
         return _rle_from(value, height, width), True

@@ -23,8 +23,8 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
         if names.get(id_) != name:
             other = f"is {names[id_]!r}" if id_ in names else "does not exist"
             raise ConfigError(
-                f"{dataset.name} has category {id_} {name!r}; in the model, category {id_} {other};"
-                f" {_remedy(name, known)}"
+                f"category {id_} of {dataset.name} is {name!r}, but category {id_} of the model "
+                f"{other}; {_remedy(name, known)}"
             )
 
 
@@ -43,11 +43,13 @@ def _remedy(name: str, known: Sequence[Category]) -> str:
     """Return the advice for a category `name` of a data set that differs from the model's."""
     for category in known:
         if _folded(category.name) == _folded(name):
-            return f"change it to id {category.id} and name {category.name!r} in this file"
+            return (
+                f"change the category to id {category.id} and name {category.name!r} in this file"
+            )
     return (
-        "give it the id and the name of a class of the model, or remove it with `maskrcnn data "
-        "filter --classes` (for converted weights, set the model's classes with `maskrcnn weights "
-        "convert --categories`)"
+        "give the category the id and the name of a class of the model, or remove the category "
+        "with `maskrcnn data filter --classes` (for converted weights, set the model's classes "
+        "with `maskrcnn weights convert --categories`)"
     )
 
 

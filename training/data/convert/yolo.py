@@ -122,7 +122,7 @@ def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Pat
     counts = f"no label file for {len(without)} of {counted(len(split.sources), 'image')} of {name}"
     text = f"{counts}; looked for {looked_for}"
     if name == "train" and len(without) == len(split.sources):
-        raise DataError(f"{file}: {text}")
+        raise DataError(f"{file}: {text}; put the label files there")
     logger.warning("%s: %s; %s", file, text, _USE_OF_EMPTY)
 
 
@@ -151,7 +151,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
             # As text, because `no` would become the class False, and `1e3` the class 1000.0.
             content["names"] = yaml.load(text, _TextLoader)["names"]
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise DataError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

@@ -147,7 +147,7 @@ def _image_sizes(annotations: Path) -> Mapping[str, tuple[int, int]]:
         sizes = {i["file_name"]: (i["height"], i["width"]) for i in content["images"]}
         is_complete = bool(sizes and content["annotations"] and content["categories"])
     except OSError as error:
-        raise DataError(f"{annotations}: {error.strerror}") from None
+        raise DataError(f"cannot read {annotations}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError):
         is_complete = False
     if not is_complete:

@@ -55,11 +55,15 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
     for name, content in parts.items():
         _report(write_coco_file(paths[name], SourceContent(content, {})))
         if not content["annotations"]:
-            click.echo(f"{paths[name]} has no annotations: {file} has too few images", err=True)
+            click.echo(
+                f"{paths[name]} has no annotations, because {file} has too few images for the "
+                "split",
+                err=True,
+            )
     kept = sum(len(content["annotations"]) for content in parts.values())
     if lost := len(whole["annotations"]) - kept:
         click.echo(
-            f"left out: {counted(lost, 'annotation')} of images that are not listed", err=True
+            f"left out: {counted(lost, 'annotation')} of images that {file} does not list", err=True
         )
 
 
@@ -101,7 +105,7 @@ def merge(
     written = write_coco_file(out, merged)
     _report(written)
     if written.faults:
-        click.echo(f"left out: {summary_of(written.faults)}", err=True)
+        click.echo(f"left out invalid entries: {summary_of(written.faults)}", err=True)
     for similar in similar_names(category["name"] for category in merged.content["categories"]):
         click.echo(f"class names differ only in case or blanks: {similar}", err=True)
     arguments = f"data.train.annotations={out}", f"data.train.images={root}"
@@ -125,7 +129,7 @@ def filter_(
 ) -> None:
     """Write selected classes, annotations and images of a COCO annotation file to OUT."""
     if classes is None and not min_area and not drop_empty:
-        raise click.UsageError("give --classes, --min-area or --drop-empty")
+        raise click.UsageError("no filter is given; add --classes, --min-area or --drop-empty")
 
     from ..coco.dataset import SourceContent, read_coco_file
     from ..convert.conversion import write_coco_file

@@ -120,7 +120,7 @@ def train_loader(
     if solver.images_per_batch % (world_size * solver.accumulate):
         raise DataError(
             f"solver.images_per_batch {solver.images_per_batch} is not divisible by {world_size} "
-            f"ranks times solver.accumulate {solver.accumulate}"
+            f"ranks times solver.accumulate {solver.accumulate}; change one of the two settings"
         )
     reader = BatchReader(
         dataset,

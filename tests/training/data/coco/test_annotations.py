@@ -8,7 +8,8 @@ from coco_folder import HEIGHT, WIDTH, annotation, ring_segmentation, valid_cont
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
 
 NO_MASK = (
-    "neither polygons nor RLE; have the annotation tool export instance segmentation, not boxes"
+    "no segmentation, neither polygons nor RLE; have the annotation tool export instance "
+    "segmentation, not only boxes"
 )
 _SHORT_RUNS = {"size": [HEIGHT, WIDTH], "counts": [100, 50]}
 _OTHER_SIZE = {**ring_segmentation(compressed=True), "size": [WIDTH, HEIGHT]}

@@ -30,22 +30,22 @@ def test_a_model_may_have_more_classes_than_the_data(dataset: CocoDataset) -> No
     [
         (
             _known(circle=1, star=2, ring=3),
-            "category 2 'ring'; in the model, category 2 is 'star'",
+            " is 'ring', but category 2 of the model is 'star'",
             "id 3 and name 'ring'",
         ),
         (
             _known(circle=0, ring=1, star=2),
-            "category 1 'circle'; in the model, category 1 is 'ring'",
+            " is 'circle', but category 1 of the model is 'ring'",
             "id 0 and name 'circle'",
         ),
         (
             _known(Circle=1, ring=2, star=3),
-            "category 1 'circle'; in the model, category 1 is 'Circle'",
+            " is 'circle', but category 1 of the model is 'Circle'",
             "id 1 and name 'Circle'",
         ),
         (
             _known(circle=1, ring=2),
-            "category 3 'star'; in the model, category 3 does not exist",
+            " is 'star', but category 3 of the model does not exist",
             "data filter --classes.*--categories",
         ),
     ],

@@ -202,7 +202,7 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
         ),
     }
     others = ("train/images/photo_001.jpg", "train/images/photo_005.gif")
-    assert dataset.faults["images: not a JPEG, PNG, WebP, BMP or TIFF image"] == others
+    assert dataset.faults["images: the file is not a JPEG, PNG, WebP, BMP or TIFF image"] == others
     assert len(dataset.records[0].objects) == len(TRAIN[0].objects)
 
 
