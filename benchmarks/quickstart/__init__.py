@@ -124,7 +124,7 @@ def _prepare_folder(output: Path) -> None:
     if output.exists() and any(output.iterdir()):
         if not (output / _MARKER).exists():
             raise QuickstartError(
-                f"{output} holds other files than a quickstart's; choose another folder with -o"
+                f"{output} holds files that no quickstart wrote; choose another folder with -o"
             )
         shutil.rmtree(output)
     output.mkdir(parents=True, exist_ok=True)
