@@ -73,7 +73,9 @@ def image_file_size(path: Path) -> int:
     status = path.stat()
     # Pipes and devices may be endless or block, and some callers read the file twice.
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        raise ImageError("the path is a pipe or a device; save the image in a file and name that")
+        raise ImageError(
+            "the path is a pipe or a device; save the image in a file and give the file's path"
+        )
     return status.st_size
 
 
@@ -173,7 +175,7 @@ def _png_compatible(image: Image, has_deep_colours: bool) -> Image:
         return image.convert("RGB")
     if image.mode not in _PNG_MODES:
         raise ImageError(
-            f"the image has pixels of type {image.mode} in Pillow's terms; convert it to 8-bit "
-            "colours, or 8-bit or 16-bit grey"
+            f"the image has pixels of Pillow's mode {image.mode}, which is not supported; convert "
+            "it to 8-bit colours, or 8-bit or 16-bit grey"
         )
     return image

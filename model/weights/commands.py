@@ -58,7 +58,8 @@ def convert(
     for source in (Path(file), categories, config):
         if source and source.exists() and output.exists() and output.samefile(source):
             raise click.BadParameter(
-                f"{output} is the same file as {source}, which it would replace; choose another",
+                f"{output} is the same file as {source}, which it would replace; choose another "
+                "file",
                 param_hint="--output",
             )
     conversion = convert_reference(

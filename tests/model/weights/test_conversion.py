@@ -269,7 +269,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[State], State], str]] = {
     "no masks": (lambda s: without(s, "mask_head."), "mask head"),
     "deformable": (
         lambda s: s | {"backbone.bottom_up.res4.0.conv2_offset.weight": torch.ones(1)},
-        r"conv2_offset\.weight of detectron2",
+        r"detectron2 tensors .*conv2_offset\.weight",
     ),
     "a cascade": (
         lambda s: {n.replace("box_head.", "box_head.0."): t for n, t in s.items()},

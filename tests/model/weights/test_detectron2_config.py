@@ -121,7 +121,7 @@ def test_assumptions_without_a_configuration_are_named(
 @pytest.mark.parametrize(
     ("section", "key", "value", "message"),
     [
-        ("MODEL.ANCHOR_GENERATOR", "OFFSET", 0.5, "OFFSET is 0.5"),
+        ("MODEL.ANCHOR_GENERATOR", "OFFSET", 0.5, "OFFSET to 0.5"),
         ("MODEL.ANCHOR_GENERATOR", "SIZES", [[32, 64]], "SIZES"),
         ("MODEL.ROI_MASK_HEAD", "POOLER_TYPE", "ROIAlignV2", "ROI_MASK_HEAD.POOLER_TYPE"),
         ("MODEL.ROI_HEADS", "NUM_CLASSES", 80, "3 classes.* 80"),
