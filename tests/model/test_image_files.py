@@ -84,7 +84,7 @@ def test_tiff_keeps_its_orientation(orientation: int, mode: str, tmp_path: Path)
         (encoded(PIXELS, "BMP")[:100], "damaged"),
         (b"BM, a text", "damaged"),
         (encoded(PIXELS[:4], "BMP"), "at least 8"),
-        (encoded(GREY.astype(np.float32), "TIFF"), "pixels of type F"),
+        (encoded(GREY.astype(np.float32), "TIFF"), "mode F"),
         (b"GIF89a", "not a JPEG, PNG, WebP, BMP or TIFF"),
     ],
 )

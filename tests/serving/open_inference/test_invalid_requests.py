@@ -124,7 +124,10 @@ def test_unknown_inputs_and_outputs_are_rejected(
             {"parameters": {"treshold": 0.5}},
             "'treshold'; the parameters are score_",
         ),
-        ({"parameters": {"score_threshold": "high"}}, "'score_threshold' has string_param"),
+        (
+            {"parameters": {"score_threshold": "high"}},
+            "'score_threshold' has the type string_param",
+        ),
         ({"parameters": {"score_threshold": 1.5}}, "score_threshold is 1.5"),
         ({"parameters": {"max_detections": 0}}, "max_detections is 0"),
         ({"parameters": {"precision": "int8"}}, "precision 'int8' is not served"),

@@ -137,7 +137,7 @@ def test_splits_that_training_rejects_are_reported(tmp_path: Path) -> None:
     }
     ((reason, (message,)),) = found["val2017"].items()
     assert "training rejects" in reason
-    assert "category 31 'thing'" in message
+    assert "is 'thing', but category 31 of the model" in message
     assert found["test2017"] == {}
     del configs["train2017"]
     assert not any(split.suspicions for split in inspect(**configs).splits.values())
