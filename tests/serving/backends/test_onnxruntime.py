@@ -175,7 +175,9 @@ def test_batch_beyond_the_memory_is_rejected(
 
     monkeypatch.setattr(onnxruntime.InferenceSession, "run", run)
     backend.device = "cuda"
-    with pytest.raises(BackendError, match="too little free memory for batches of 2 in fp32"):
+    with pytest.raises(
+        BackendError, match="too little free memory for batches of 2 images in fp32"
+    ):
         backend.infer(BUCKET, *batch_of(2))
 
 

@@ -103,7 +103,7 @@ def test_out_of_memory_names_the_remedy(backend: Backend, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Program, "__call__", run)
     monkeypatch.setattr(GraphedProgram, "__call__", run)
-    with pytest.raises(BackendError, match=r"batches of up to 6; lower --max-batch"):
+    with pytest.raises(BackendError, match=r"batches of up to 6 images; lower --max-batch"):
         backend.infer(BUCKET, pictures(2), sizes(2))
 
 

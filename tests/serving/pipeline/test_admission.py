@@ -199,7 +199,7 @@ async def test_slots_are_released_after_errors(wait: bool) -> None:
         with contextlib.suppress(ZeroDivisionError):
             async with admission.acquire("a", wait=wait):
                 with pytest.raises(
-                    QueueFullError, match="1 of 1 are in use, .* holds or awaits 1;"
+                    QueueFullError, match=r"1 of 1 are in use, .* holds or awaits 1;"
                 ):
                     async with admission.acquire("a"):
                         pass
