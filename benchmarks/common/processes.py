@@ -98,8 +98,7 @@ def iterate_in_process(
         process.join()
     if process.exitcode:
         raise ProcessError(
-            f"the benchmark's child process failed with exit code {process.exitcode}; -9 means "
-            "that it was killed, often because memory ran out"
+            f"the benchmark's child process failed with exit code {process.exitcode}"
         )
 
 
@@ -172,10 +171,7 @@ def _received(receiver: Any) -> Any:
     try:
         result, error = receiver.recv()
     except EOFError:
-        raise ProcessError(
-            "a child process of the benchmark was killed, probably because memory ran out; free "
-            "memory and run the benchmark again"
-        ) from None
+        raise ProcessError("a benchmark process was killed; free memory and try again") from None
     if error:
         raise error
     return result

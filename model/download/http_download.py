@@ -202,9 +202,7 @@ class _Download:
                 self._restart(start, version, sent)
             elif first != start or not version.agrees_with(sent):
                 self.partial.remove()
-                raise _AttemptError(
-                    "the server sent another byte range or file version than was requested"
-                )
+                raise _AttemptError("the server sent another byte range or version than requested")
             total = sent.total
             if total is not None:
                 check_free_space(self.partial.path, total - self.partial.size)
@@ -248,11 +246,7 @@ class _Download:
         if start:
             same = version != RemoteVersion() and version.agrees_with(sent)
             reason = "cannot resume downloads" if same else "now has another version of the file"
-            logger.warning(
-                "%s: the download restarts from the first byte, because the server %s",
-                self.url,
-                reason,
-            )
+            logger.warning("%s: restarting the download, because the server %s", self.url, reason)
         self.partial.restart(sent)
 
 
@@ -286,9 +280,7 @@ def _first_byte(response: httpx.Response) -> int:
     unit, _, rest = response.headers.get("Content-Range", "").partition(" ")
     first = rest.partition("-")[0]
     if unit != "bytes" or not first.isdecimal():
-        raise _AttemptError(
-            "the server sent a part of the file without a valid Content-Range header"
-        )
+        raise _AttemptError("the server sent a part of the file without a valid Content-Range")
     return int(first)
 
 
