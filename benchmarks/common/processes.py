@@ -97,9 +97,7 @@ def iterate_in_process(
         process.terminate()
         process.join()
     if process.exitcode:
-        raise ProcessError(
-            f"the benchmark's child process failed with exit code {process.exitcode}"
-        )
+        raise ProcessError(f"a benchmark process failed with exit code {process.exitcode}")
 
 
 def _send_items(
