@@ -122,6 +122,7 @@ class TrainingLoop:
                 if self._evaluate_and_save(report):
                     break
                 self._stop_if_interrupted()
+        self._batches.warn_of_skipped()
         return self._metrics
 
     def _freeze_if_due(self, iteration: int) -> None:

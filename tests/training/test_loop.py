@@ -49,6 +49,20 @@ def test_an_epoch_shows_every_image_once(tiny: LoadTiny) -> None:
     assert train_loader(dataset, config).iterations_per_epoch == batches == 4
 
 
+def test_a_run_ends_with_the_number_of_unreadable_images(
+    tiny: LoadTiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny("solver.max_iterations=4", "evaluation.skip_test=true")
+    # A copy, because other tests read the same files.
+    images = shutil.copytree(config.data.train.images, config.output_dir / "images")
+    first, *others = sorted(images.iterdir())
+    first.write_bytes(b"no image")
+    train(
+        tiny("solver.max_iterations=4", "evaluation.skip_test=true", f"data.train.images={images}")
+    )
+    assert f"1 of {len(others) + 1} images could not be read" in caplog.text
+
+
 def test_losses_are_reported_before_an_evaluation(tiny: LoadTiny, tmp_path: Path) -> None:
     """Which may end the run."""
     settings = "evaluation={period: 3, min_bbox_ap: 0}"

@@ -30,6 +30,7 @@ class BatchLoader:
         pin_memory: bool,
     ) -> None:
         self._length = len(plans)
+        self._images = len(reader.records)
         self._skipped: set[str] = set()
         self._batches: DataLoader[Batch | EncodedBatch | DataError] = DataLoader(
             reader,
@@ -76,6 +77,16 @@ class BatchLoader:
             if reason not in self._skipped:
                 self._skipped.add(reason)
                 logger.warning("skipped %s (skipped files so far: %d)", reason, len(self._skipped))
+
+    def warn_of_skipped(self) -> None:
+        """Log how many image files were unreadable at least once, if any."""
+        if self._skipped:
+            logger.warning(
+                "%d of %d images could not be read at least once; other images replaced them. The "
+                "warnings above name the files",
+                len(self._skipped),
+                self._images,
+            )
 
 
 class TrainLoader(BatchLoader):
