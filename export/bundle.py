@@ -77,7 +77,7 @@ def bundle_from_checkpoint(
         precisions: precisions to export. `fp32` and `tf32` share an ONNX file.
         buckets: input sizes as (height, width) in pixels, multiples of 32. Empty: use the input
             sizes of the training.
-        input_dtype: data type of the model's input `images`. The values are 0..255 in both types.
+        input_dtype: data type of the model's input `images`. Pixel values are 0..255 in both types.
             None: use float32 if the checkpoint's resize rule is `torchvision`, which does not round
             pixel values, and uint8 otherwise.
         builders: one engine builder per kind of engine to build.
@@ -96,7 +96,7 @@ def bundle_from_checkpoint(
         EngineError: an engine cannot be built, or a GPU that it is built for does not compute in
             one of the precisions.
         BundleError: the folder holds other files than a bundle, or cannot be replaced. Or an input
-            size is not a multiple of 32, is too large, or is too small for all images. Or the
+            size is not a multiple of 32, is too large, or is too small for every image. Or the
             resize rule needs another `input_dtype`. Or a precision needs another kind of artifact
             or `calibration`. Or `with_programs` or `calibration` is given and no precision uses it.
         ImageError: a calibration image cannot be read.
@@ -132,7 +132,7 @@ def bundle_from_checkpoint(
 def _export_graphs(
     checkpoint: Checkpoint, folder: Path, settings: ExportSettings
 ) -> list[Artifact]:
-    """Write the ONNX files, and return one manifest entry per precision and input size."""
+    """Write a checkpoint's ONNX files. Return one manifest entry per precision and input size."""
     # SHA-256 by file name. fp32 and tf32 share a file, which is written once.
     hashes: dict[str, str] = {}
     artifacts = []
@@ -167,7 +167,7 @@ def _export_graphs(
 def _export_programs(
     checkpoint: Checkpoint, folder: Path, settings: ExportSettings
 ) -> list[Artifact]:
-    """Write the torch programs, and return their manifest entries.
+    """Write a checkpoint's torch programs, and return their manifest entries.
 
     If this machine has a GPU, also compile each program for this GPU.
     """
@@ -208,10 +208,10 @@ def _engine_sources(
 ) -> list[tuple[Artifact, Path]]:
     """Return the manifest entry and the path of each ONNX file to build an engine from.
 
-    Usually these are files of the bundle (`graphs`). Files in bf16 and fp8 are written to a
-    temporary folder, because ONNX Runtime cannot run them. If the checkpoint selects more
-    candidates than TensorRT's top-k supports, all ONNX files are written to this folder, with fewer
-    candidates.
+    Usually these are the bundle's ONNX files: `graphs`, in the folder `partial`. ONNX files in bf16
+    and fp8 are not part of the bundle, and are written to a temporary folder. If the checkpoint's
+    top-k exceeds TensorRT's limit, ONNX files in all precisions are written to the temporary
+    folder, with the top-k reduced to the limit.
     """
     limited, changes = limited_checkpoint(checkpoint)
     if changes:

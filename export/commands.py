@@ -214,7 +214,7 @@ def export(
 
 
 def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path]) -> None:
-    """Compare a bundle with its checkpoint, and print the result.
+    """Compare a bundle's detections with its checkpoint's, and print the result.
 
     Raises:
         VerificationError: the differences exceed the tolerance of the precision.

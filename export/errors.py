@@ -2,7 +2,7 @@
 
 
 class EngineError(Exception):
-    """An engine cannot be built or inspected on this machine, or fails a check."""
+    """A TensorRT engine cannot be built or inspected on this machine, or fails a check."""
 
 
 class VerificationError(Exception):

@@ -29,7 +29,7 @@ _LOCK_NAME = ".export-lock"
 
 
 def check_output_folder(bundle: Path) -> None:
-    """Check that the folder is absent, empty, or a bundle, and can be replaced.
+    """Check that an export may create or replace the folder `bundle`.
 
     Raises:
         BundleError: the folder holds files that are not part of a bundle, is a mount point, or is
@@ -66,7 +66,8 @@ def check_output_folder(bundle: Path) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Create a temporary folder that replaces `path` when the block ends without an exception.
 
-    Temporary folders that killed exports to `path` left behind are removed first.
+    Before that, temporary folders of earlier exports to `path` are removed if the exporting process
+    was killed.
 
     Raises:
         OSError: the folder cannot be created or written.
@@ -94,7 +95,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock_in(folder: Path) -> Iterator[None]:
-    """Lock a temporary folder within the context, so that no other export removes it."""
+    """Lock an export's temporary folder within the context. Other exports do not remove it."""
     fresh = folder / f"{_LOCK_NAME}.new"
     with fresh.open("w") as file:
         # Lock the file before it gets its name, so that another export never finds it unlocked. If
@@ -106,7 +107,7 @@ def _lock_in(folder: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary folders of killed exports to `path`."""
+    """Remove temporary folders of exports to `path` whose process was killed."""
     for lock in path.parent.glob(f".{glob.escape(path.name)}.*/{_LOCK_NAME}"):
         # OSError: the export is alive and holds the lock, or the folder is another user's.
         with suppress(OSError), lock.open("r+") as file:
@@ -120,11 +121,12 @@ def _remove_leftovers(path: Path) -> None:
 def with_older_artifacts(
     manifest: Manifest, folder: Path, bundle: Path, report: Callable[[str], None]
 ) -> Manifest:
-    """Return the new bundle's manifest, extended by the artifacts of an older bundle.
+    """Return a new bundle's manifest, extended by the artifacts of the bundle that it replaces.
 
-    An older artifact is left out if it was exported again, or if one of its files is missing. If
-    the older bundle is damaged, or belongs to another checkpoint or another version of this
-    program, no artifact is added. The older bundle's sample images are kept in any case.
+    An older artifact is left out if the new bundle has an artifact of the same kind, precision and
+    input size, or if one of the older artifact's files is missing. If the older bundle is damaged,
+    or belongs to another checkpoint or another version of this program, no artifact is added. The
+    older bundle's sample images are kept in any case.
 
     Args:
         manifest: Manifest of the new bundle.
@@ -158,7 +160,7 @@ def with_older_artifacts(
 
 
 def sample_images(paths: Iterable[Path]) -> list[Path]:
-    """Return the first six of the image files whose format browsers can display.
+    """Return the first six image files of `paths` in a format that web browsers can display.
 
     Raises:
         ImageError: the content of one of these six files is not an image.
@@ -172,10 +174,10 @@ def sample_images(paths: Iterable[Path]) -> list[Path]:
 
 
 def copy_samples(samples: Iterable[Path], bundle: Path) -> None:
-    """Replace the sample images of a bundle, which the server's web page offers.
+    """Replace a bundle's sample images. The server's web page offers them for detection.
 
     Args:
-        samples: Result of `sample_images`.
+        samples: Image files to copy, as `sample_images` returns them.
         bundle: Folder of the bundle.
     """
     folder = bundle / SAMPLES_FOLDER

@@ -19,7 +19,7 @@ from ..model.resizing import pixel_dtype
 
 
 class ExportSettings(NamedTuple):
-    """Settings that all artifacts of an export share."""
+    """Settings of an export that apply to all exported artifacts."""
 
     precisions: Sequence[Precision]
     buckets: Sequence[ShapeBucket]
@@ -71,11 +71,11 @@ def check_precisions(
 
 
 def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) -> None:
-    """Check that the model supports each input size, and that some resized images fit into it.
+    """Check that the model supports each input size, and that resized images can fit into it.
 
     Raises:
         BundleError: a side is not a multiple of 32 pixels, or an input size is too large, or too
-            small for all images.
+            small for every resized image.
     """
     shorter, longer = preprocessing.min_size, preprocessing.max_size
     for bucket in buckets:
@@ -102,11 +102,11 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
 def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) -> InputDtype:
     """Check and return `input_dtype`, or choose the data type if it is None.
 
-    The choice is float32 if the resize rule is `torchvision`, which does not round pixel values,
-    and uint8 otherwise.
+    The choice is float32 if the resize rule of `preprocessing` is `torchvision`, which does not
+    round pixel values, and uint8 otherwise.
 
     Raises:
-        BundleError: uint8 would round images that the resize rule does not round.
+        BundleError: `input_dtype` is uint8, and the resize rule is `torchvision`.
     """
     needs_floats = pixel_dtype(preprocessing.resize) is np.float32
     if needs_floats and input_dtype == "uint8":

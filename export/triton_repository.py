@@ -80,9 +80,10 @@ def _check_profiles(bundle: Path, artifact: Artifact) -> None:
 def _add_version(
     repository: Path, name: str, source: Path, artifact: Artifact, config: str
 ) -> None:
-    """Add a model, or the next version of an existing model.
+    """Add a model to a Triton model repository, or the next version if the model exists.
 
-    A new model appears atomically. An existing model gets the version first, then `config`.
+    A new model's folder is created atomically. In the folder of an existing model, the new version
+    is added first, then `config.pbtxt` is replaced.
     """
     model = repository / name
     with tempfile.TemporaryDirectory(dir=repository, prefix=".") as scratch:
@@ -99,7 +100,7 @@ def _add_version(
 
 
 def _config(name: str, manifest: Manifest, artifact: Artifact) -> str:
-    """Return the model's `config.pbtxt`."""
+    """Return the text of Triton's `config.pbtxt` for a model."""
     profiles = () if artifact.engine is None else artifact.engine.profiles
     max_batch = max((profile.max for profile in profiles), default=_MAX_BATCH)
     inputs, outputs = _tensors_of(manifest, artifact)
@@ -136,13 +137,13 @@ def _config(name: str, manifest: Manifest, artifact: Artifact) -> str:
 
 
 def _plan_settings(profiles: Sequence[BatchProfile]) -> dict[str, Any]:
-    """Return the settings that let Triton choose the optimization profile for each batch."""
+    """Return the settings with which Triton selects a TensorRT profile for each batch."""
     indices = [str(index) for index in range(len(profiles))]
     return {"instance_group": [{"kind": BareWord("KIND_GPU"), "profile": indices}]}
 
 
 def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
-    """Return settings with which ONNX Runtime computes on CUDA in the artifact's precision."""
+    """Return Triton settings for ONNX Runtime: CUDA, and the artifact's precision."""
     options = {"prefer_nhwc": "1", "use_tf32": "1"}
     if artifact.precision == "fp32":
         # ONNX Runtime's default, the exhaustive search, picks an fp32 algorithm that takes 72 GB
@@ -156,7 +157,10 @@ def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
 def _tensors_of(
     manifest: Manifest, artifact: Artifact
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the `input` and `output` fields of `config.pbtxt`, equal in all precisions."""
+    """Return the fields `input` and `output` of Triton's `config.pbtxt`.
+
+    They do not depend on the artifact's precision.
+    """
     detections, side = manifest.max_detections, manifest.mask_side
     pixels = {"uint8": "UINT8", "float32": "FP32"}[artifact.input_dtype]
     inputs = (pixels, [3, *artifact.bucket]), ("INT64", [2])
@@ -182,7 +186,7 @@ def _tensors(
 
 
 def _warmup(inputs: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
-    """Return a warm-up request with a batch of zeros."""
+    """Return a warm-up request of `config.pbtxt`, with a batch of `batch` zero inputs."""
     zeros = [
         {
             "key": tensor["name"],
@@ -206,7 +210,7 @@ def text_from_message(message: Mapping[str, Any]) -> str:
 
     Args:
         message: Values by field name. A value is a string, a number, a mapping (a nested message),
-            or a list of those (a repeated field).
+            or a list of such values (a repeated field).
     """
     return "\n".join(_lines(message)) + "\n"
 

@@ -29,7 +29,7 @@ _Input = tuple[Pixels, NDArray[np.int64]]
 
 
 class Tolerance(NamedTuple):
-    """Largest allowed differences between an artifact and its checkpoint in fp32."""
+    """Largest allowed differences of an exported artifact's detections from its checkpoint's."""
 
     # Difference of a box coordinate, in input pixels.
     boxes: float
@@ -54,7 +54,7 @@ TOLERANCES: dict[Precision, Tolerance] = {
 
 @dataclass
 class Comparison:
-    """Result of comparing an artifact with its checkpoint on some images."""
+    """Differences of an artifact's detections from its checkpoint's, on the same images."""
 
     artifact: Artifact
     tolerance: Tolerance
@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether few enough detections are missing or exceed the allowed differences."""
+        """Whether the fraction of missing or too different detections is within the tolerance."""
         return self.missed <= self.tolerance.share * self.detections
 
 
@@ -102,7 +102,7 @@ def verify_bundle(
 
 
 class ReferenceBatch(NamedTuple):
-    """Batch of images with the checkpoint's detections."""
+    """Batch of images with the checkpoint's detections, which an artifact should reproduce."""
 
     # [B, 3, H, W], zero-padded.
     images: Pixels
@@ -219,7 +219,7 @@ def _compare_image(
         comparison: result to update.
         expected: the checkpoint's detections.
         actual: the artifact's detections.
-        floor: score that an expected detection must exceed to be compared.
+        floor: score threshold. Expected detections at or below it are not compared.
     """
     tolerance = comparison.tolerance
     if expected.is_full:
@@ -248,7 +248,11 @@ def _compare_image(
 def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket, list[_Input]]:
     """Return padded images and their sizes before padding, by input size (bucket).
 
-    An input size without an image gets noise.
+    Each image is used for the smallest input size of the manifest that holds it. If an input size
+    has no image, it gets two images of smooth noise.
+
+    Raises:
+        ImageError: an image cannot be read, or fits no input size.
     """
     buckets = list(dict.fromkeys(artifact.bucket for artifact in manifest.artifacts))
     inputs: dict[ShapeBucket, list[_Input]] = {bucket: [] for bucket in buckets}

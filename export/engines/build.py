@@ -35,8 +35,9 @@ def builders_from_options(
         choices: values of the other engine options. None or (): the option was not given.
 
     Raises:
-        click.UsageError: an option applies to none of the kinds, names a file in the bundle, or
-            names a timing cache that cannot be written. Or weights would be stripped for Triton.
+        click.UsageError: an option applies to none of `kinds`, names a file in the bundle, or
+            names a timing cache that cannot be written. Or `for_triton` is set, and the engines
+            would be built without weights.
         ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
         EngineError: this machine cannot build engines of this kind.
     """
@@ -73,11 +74,12 @@ def builder_for(kind: EngineKind, options: EngineOptions, log: BuildLog) -> Engi
 
 
 def limited_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
-    """Reduce the configured numbers of candidates to TensorRT's limit on top-k.
+    """Reduce each top-k in a checkpoint's configuration to TensorRT's limit.
 
     Returns:
-        the checkpoint with a changed configuration, or the same object if nothing exceeds the
-        limit; and the changes, as in `rpn.pre_nms_top_n_test=3840 instead of 6000`, or "".
+        the checkpoint with a changed configuration, or `checkpoint` itself if no top-k exceeds the
+        limit; and a text with the changes, as in `rpn.pre_nms_top_n_test=3840 instead of 6000`, or
+        "".
     """
     config, changes = checkpoint.model_config, []
     for part, keys in _TOP_K_KEYS.items():

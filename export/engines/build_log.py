@@ -11,12 +11,13 @@ from ...plugins.tensorrt.log import ERRORS
 
 
 class BuildLog:
-    """Log file of TensorRT's messages during all builds of an export."""
+    """Log file with TensorRT's messages from all engine builds of one export."""
 
     def __init__(self, path: Path) -> None:
         """Set the path of the log file, which the first call of `section` creates or replaces.
 
-        A message that cannot be written, as when the disk is full, is dropped without an error.
+        If a message cannot be written, for example because the disk is full, it is dropped without
+        an error.
         """
         self.path = path
         # Errors of the current section, each on one line.
@@ -30,7 +31,8 @@ class BuildLog:
     def section(self, title: str) -> Iterator[None]:
         """Write TensorRT's messages within the block to the file, below a title.
 
-        At the start, `errors` and `listing`, which `write` sets, are cleared.
+        At the start of the block, the attributes `errors` and `listing` are cleared. `write` fills
+        them.
         """
         self.errors, self.listing = [], ""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +47,10 @@ class BuildLog:
                 file.close()
 
     def write(self, severity: str, message: str) -> None:
-        """Record a message of TensorRT, and write it to the file if a section is open."""
+        """Write a message of TensorRT to the file, if a section is open.
+
+        Also append an error to `errors`, or store a list of the engine's layers in `listing`.
+        """
         # Messages after a section are expected, because TensorRT frees some objects late.
         if severity in ERRORS:
             self.errors.append(" ".join(message.split()))
@@ -100,7 +105,7 @@ def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
 
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.
-        progress: the progress bars.
+        progress: progress bars to update.
     """
 
     def guarded(method: Callable[..., Any], *arguments: Any) -> Any:

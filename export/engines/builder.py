@@ -42,10 +42,10 @@ _OUT_OF_MEMORY = re.compile(
 def profiles_from_batches(
     batches: Sequence[int], one_per_size: bool = False
 ) -> tuple[BatchProfile, ...]:
-    """Return one optimization profile per batch size, optimized for that size.
+    """Return one TensorRT optimization profile per batch size, optimized for that size.
 
     A profile also covers the sizes between its own and the next smaller one in `batches`. If
-    `one_per_size`, there is a profile for each size from 1 to the largest of `batches` instead.
+    `one_per_size` is set, return a profile for each size from 1 to the largest of `batches`.
 
     >>> [(p.min, p.opt, p.max) for p in profiles_from_batches((8, 1))]
     [(1, 1, 1), (2, 8, 8)]
@@ -94,7 +94,7 @@ class EngineBuilder(ABC):
         """Build an engine from an ONNX file and write it to `plan_path`.
 
         Args:
-            onnx_path: file that `onnx_from_model` made, with tensors in the types of `precision`.
+            onnx_path: ONNX file that `onnx_from_model` exported in the types of `precision`.
             plan_path: engine file to write.
             precision: precision of the engine. `fp32` and `tf32` differ in a builder flag only.
 
@@ -141,22 +141,22 @@ class EngineBuilder(ABC):
 
     @abstractmethod
     def _network_flags(self) -> int:
-        """Return the flags for `create_network`."""
+        """Return the flags for `create_network` of TensorRT's builder."""
 
     @abstractmethod
     def _prepare(self, config: Any) -> None:
-        """Set those options of `config` that only this kind of engine has."""
+        """Set the options of TensorRT's builder configuration for this kind of engine only."""
 
     @abstractmethod
     def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
         """Return the layers of the serialized engine that was just built from an ONNX model."""
 
     def _requirements(self, has_plugins: bool) -> dict[str, Any]:
-        """Return those fields of `EngineBuild` that only this kind of engine sets; here none."""
+        """Return fields of `EngineBuild` for this kind of engine only. The base class has none."""
         return {}
 
     def _current_gpu(self) -> AbstractContextManager[None]:
-        """Return a context in which the build's GPU is current. By default, it does nothing."""
+        """Return a context that makes the GPU of the build current. By default, it does nothing."""
         return nullcontext()
 
     def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:
@@ -216,7 +216,7 @@ class EngineBuilder(ABC):
         return config
 
     def _run(self, builder: Any, network: Any, config: Any) -> Any:
-        """Build the engine. Return it serialized, or None if the build failed."""
+        """Build an engine. Return the serialized engine, or None if the build failed."""
         return builder.build_serialized_network(network, config)
 
     def _parser_error(self, parser: Any, name: str) -> str:
@@ -234,7 +234,7 @@ class EngineBuilder(ABC):
         return f"{self.product} cannot build {name} because of node {node}: {reason}; {remedy}"
 
     def _callback_errors(self) -> list[str]:
-        """Return the errors that our plugin functions have raised within TensorRT."""
+        """Return the errors that this project's plugins raised when TensorRT called them."""
         return []
 
     def _builder_error(self, name: str) -> str:

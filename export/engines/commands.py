@@ -109,7 +109,7 @@ def refit(bundle: Path) -> None:
 
 
 def table_of_times(times: Mapping[str, float], kinds: Mapping[str, str]) -> Table:
-    """Return a table of layers and their time in milliseconds, the slowest first, and the sum."""
+    """Return a table of layers with their milliseconds, slowest first, and a row with the sum."""
     table = Table("layer", "kind", "ms", "share")
     total = sum(times.values())
     for name, ms in sorted(times.items(), key=lambda item: -item[1]):
@@ -129,10 +129,10 @@ def _kind_of(plan: Path) -> EngineKind:
 
 
 def _artifact_of(plan: Path) -> Artifact | None:
-    """Return the plan's entry in its bundle's manifest, or None if it is not in a bundle.
+    """Return a plan's entry in its bundle's manifest, or None if the plan is not in a bundle.
 
     Raises:
-        BundleError: the manifest does not name the plan, or names it with another hash.
+        BundleError: the manifest does not list the plan, or lists another hash for it.
     """
     bundle = plan.parent
     if not (bundle / MANIFEST_NAME).is_file():
@@ -194,7 +194,7 @@ def _compatibility(build: EngineBuild) -> list[str]:
 
 
 def table_of_tensors(tensors: "Sequence[EngineTensor]") -> Table:
-    """Return a table of tensors, with the smallest, best and largest shape of each profile."""
+    """Return a table of tensors, with each profile's minimum, optimum and maximum shape."""
     table = Table("tensor", "", "type", "shape", "profiles")
     for t in tensors:
         ranges = "; ".join(" ".join(map(_shape, shapes)) for shapes in t.profiles)
@@ -215,7 +215,7 @@ def table_of_layers(layers: "Sequence[Layer]") -> Table:
 
 
 def table_of_types(layers: "Sequence[Layer]") -> Table:
-    """Return a table that counts layers, convolutions and matrix products by compute types."""
+    """Return a table with counts of layers, convolutions and matrix products by compute types."""
     table = Table("reads", "layers", "share", "convolutions", "matrix products")
     convolutions = _types_of([layer for layer in layers if layer.is_convolution])
     products = _types_of([layer for layer in layers if layer.is_matrix_product])
@@ -226,7 +226,7 @@ def table_of_types(layers: "Sequence[Layer]") -> Table:
 
 
 def _types_of(layers: "Sequence[Layer]") -> Counter[str]:
-    """Count layers by their floating-point types, as in `fp16` or `fp16 fp32`."""
+    """Count layers by the types in which they compute, with keys such as `fp16` or `fp16 fp32`."""
     return Counter(" ".join(sorted(layer.compute_types)) or "none" for layer in layers)
 
 

@@ -14,8 +14,8 @@ from .level_top_k import split_top_k
 def load_model(path: Path) -> onnx.ModelProto:
     """Load an exported ONNX file, and adapt it to TensorRT.
 
-    Each feature map gets a TopK of its own (`split_top_k`), and quantized values get symmetric
-    ranges (`make_symmetric`).
+    The TopK over all feature maps becomes one TopK per feature map (`split_top_k`), and quantized
+    values get symmetric ranges (`make_symmetric`).
     """
     model = onnx.load(path)
     split_top_k(model.graph)
@@ -24,7 +24,7 @@ def load_model(path: Path) -> onnx.ModelProto:
 
 
 def plugin_graph_from_model(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
-    """Make an ONNX model's custom nodes use our TensorRT plugins, in place.
+    """Make an ONNX model's custom nodes use this project's TensorRT plugins, in place.
 
     Args:
         model: result of `load_model`; changed in place.

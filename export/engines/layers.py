@@ -11,7 +11,7 @@ from ..errors import EngineError
 
 
 class PrecisionError(EngineError):
-    """An engine computes in other types than its precision, or lists no convolutions."""
+    """An engine's layers do not compute in its precision, or include no convolution."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,10 @@ class Layer:
 
     @property
     def compute_types(self) -> frozenset[str]:
-        """Types of the inputs that are in `_ARITHMETIC`, such as `fp16`, but not `int64`.
+        """Arithmetic types of the layer's inputs, such as `fp16`, but not `int64`.
 
-        If no input has such a type, it is the type of the weights.
+        If no input has an arithmetic type, it is the type of the weights. `_ARITHMETIC` lists the
+        arithmetic types.
         """
         read = frozenset(t.dtype for t in self.inputs) & _ARITHMETIC
         return read or frozenset({self.weights_dtype}) & _ARITHMETIC
@@ -68,7 +69,7 @@ _SPELLINGS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
 
 
 def check_precision(layers: Sequence[Layer], precision: Precision, name: str) -> None:
-    """Check that an engine computes in the types of its precision.
+    """Check that the layers of the engine `name` compute in the types of its precision.
 
     - fp16, bf16: every convolution and at least one matrix product must read this type.
     - fp32, tf32: every convolution and matrix product must read fp32. The types do not show whether
@@ -186,7 +187,7 @@ def _tensors_from_listing(text: str) -> tuple[LayerTensor, ...]:
 
 
 def dtype_from_text(text: str) -> str:
-    """Return the data type that a text of TensorRT names, or "" if it names none.
+    """Return the data type that is named in a text from TensorRT, or "" if none is.
 
     `Half` and `Channel major FP16 format` both give `fp16`.
     """

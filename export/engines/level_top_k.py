@@ -20,7 +20,7 @@ def split_top_k(graph: onnx.GraphProto) -> None:
     producers = {name: node for node in graph.node for name in node.output}
 
     def sources(names: Iterable[str], op_type: str) -> list[onnx.NodeProto]:
-        """Return the nodes that output `names`, or [] if one has another operator type."""
+        """Return the nodes that output `names`, or [] if a node's type is not `op_type`."""
         nodes = [producers[name] for name in names if name in producers]
         return nodes if all(node.op_type == op_type for node in nodes) else []
 

@@ -157,15 +157,15 @@ def engine_options(command: _Command) -> _Command:
 def check_engine_choices(
     choices: Mapping[str, object], bundle: Path, kinds: Sequence[EngineKind]
 ) -> None:
-    """Check that each given option applies to a kind of engine, and that its path can be used.
+    """Check that each option applies to one of `kinds`, and that its path, if any, can be used.
 
     Args:
-        choices: values of the given options by parameter name.
+        choices: values of the options on the command line, by parameter name.
         bundle: resolved path of the bundle.
         kinds: kinds of engine that will be built.
 
     Raises:
-        click.UsageError: an option applies to none of the kinds, names a file in the bundle, or
+        click.UsageError: an option applies to none of `kinds`, names a file in the bundle, or
             names a timing cache that cannot be written.
     """
     for name, value in choices.items():
@@ -185,7 +185,7 @@ def check_engine_choices(
 
 
 def _check_writable(timing_cache: Path) -> None:
-    """Create the cache's folder. Raise `click.BadParameter` if no file can be created there."""
+    """Create the folder of `timing_cache`. Raise `click.BadParameter` if it is not writable."""
     # TensorRT itself does not report a file that it cannot write.
     try:
         timing_cache.parent.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,7 @@ def _profile_for(tensors: list[EngineTensor], batch: int) -> int:
 def _inputs_and_outputs(
     trt: Any, engine: Any, tensors: list[EngineTensor], batch: int
 ) -> dict[str, Tensor]:
-    """Return a GPU tensor for each input and output, by name. The images are noise."""
+    """Return a GPU tensor for each input and output of an engine, by name. Images are noise."""
     memory = {}
     for name in (tensor.name for tensor in tensors):
         dtype = trt.nptype(engine.get_tensor_dtype(name))

@@ -52,7 +52,7 @@ def refit_bundle(bundle: Path) -> list[str]:
 
 
 def refit_engine(trt: Any, engine: Any, model: bytes) -> None:
-    """Insert the weights of an ONNX model into a loaded engine that was built from it.
+    """Insert the weights of an ONNX model into a loaded engine that was built from this model.
 
     Raises:
         EngineError: a weight is missing, or TensorRT fails.

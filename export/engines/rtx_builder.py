@@ -45,7 +45,7 @@ class RtxEngineBuilder(EngineBuilder):
         return layers_from_listing(self._log.listing)
 
     def _members(self) -> dict[str, Any]:
-        """Return the members of `trt.ComputeCapability` by number, such as `SM120` by `12.0`."""
+        """Return the members of `trt.ComputeCapability` by number: `12.0` is the key of `SM120`."""
         return {
             f"{name[2:-1]}.{name[-1]}": member
             for name, member in self._trt.ComputeCapability.__members__.items()

@@ -26,7 +26,7 @@ from .refit import refit_engine
 
 
 class TensorRTEngineBuilder(EngineBuilder):
-    """Builder of engines for this machine's GPU. It caches kernel timings for the next build."""
+    """Builder of TensorRT engines for this machine's GPU, with a timing cache for later builds."""
 
     kind = "tensorrt"
     product = "TensorRT"
@@ -48,7 +48,7 @@ class TensorRTEngineBuilder(EngineBuilder):
 
     @property
     def _architecture(self) -> int:
-        """Ten times the compute capability of the oldest GPU that must run the kernels."""
+        """Lowest compute capability on which the plugins' kernels must run, as 80 for 8.0."""
         if self._options.hardware_compatibility == "ampere-plus":
             return 80
         return int(self._compute_capabilities[0].replace(".", ""))
@@ -144,7 +144,7 @@ class TensorRTEngineBuilder(EngineBuilder):
 
 
 def check_ptx(nvrtc_version: int, driver_version: int) -> None:
-    """Check that a driver accepts the PTX code that an NVRTC compiles.
+    """Check that a CUDA driver accepts the PTX code from a version of NVRTC.
 
     Both arguments are CUDA versions, as 13000 for 13.0.
 

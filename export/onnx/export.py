@@ -66,7 +66,7 @@ def onnx_from_model(
 
 
 def _flattened(functions: Sequence[onnx.FunctionProto]) -> Sequence[onnx.FunctionProto]:
-    """Return the functions with their calls of other functions inlined."""
+    """Return ONNX functions in which all calls of other functions are inlined."""
     # TensorRT's parser reads an attribute that one function passes to another as empty, and builds
     # a wrong engine without an error.
     called = {(node.domain, node.op_type) for function in functions for node in function.node}
@@ -78,7 +78,7 @@ def _flattened(functions: Sequence[onnx.FunctionProto]) -> Sequence[onnx.Functio
 
 
 def _name_batch_axis(graph: onnx.GraphProto) -> None:
-    """Rename the symbolic batch size, which has a generated name, to `batch`."""
+    """Rename the symbolic batch size of a graph to `batch`. The exporter generates another name."""
     generated = graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*graph.input, *graph.output, *graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
@@ -209,7 +209,7 @@ _NODES: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def _custom_operations_replaced() -> Iterator[None]:
-    """Within the block, let the ONNX exporter replace custom operations as in `_NODES`."""
+    """Within the block, let the ONNX exporter translate custom operations as `_NODES` maps them."""
     # The exporter applies its own decomposition table anyway, so entries in it cost no extra pass.
     # `ExportedProgram.run_decompositions` would trace the whole model once more, which takes a
     # quarter of the export's time.

@@ -1,8 +1,8 @@
 """ONNX function bodies of the custom operations, in standard operators of opset 18.
 
 A runtime without kernels for the nodes `maskrcnn::NmsKeep`, `maskrcnn::PyramidRoIAlign` and
-`maskrcnn::DecodeBoxes` inlines the bodies; a runtime with kernels ignores them. The contracts are
-in `plugins/nms_keep/operation.py`, `plugins/pyramid_roi_align/operation.py` and
+`maskrcnn::DecodeBoxes` inlines the bodies; a runtime with kernels ignores them. The operations are
+specified in `plugins/nms_keep/operation.py`, `plugins/pyramid_roi_align/operation.py` and
 `plugins/box_deltas/operation.py`.
 """
 
@@ -29,12 +29,13 @@ _DOMAIN = Opset(OPSET_DOMAIN, OPSET_VERSION)
 def NmsKeep(  # noqa: N802
     boxes: FLOAT, classes: INT64, iou_threshold: float, max_keep: int
 ) -> INT32:
-    """Greedy NMS as a fixed-point iteration over the mask of kept boxes.
+    """Greedy NMS per class in N sets of K boxes, as a fixed-point iteration over a mask.
 
-    Inputs are boxes [N, K, 4] in descending order of score, and classes [N, K], which are negative
-    for padding. The output is [N, K] int32: 1 for each kept box, else 0. In each iteration a box is
-    kept if no kept box before it suppresses it. At most `max_keep` boxes of an image are kept, or
-    any number if `max_keep` is 0.
+    Inputs are boxes [N, K, 4] (xyxy), in descending order of score within each set, and classes
+    [N, K], negative for padding. The output is a mask [N, K] int32: 1 for each kept box, else 0. In
+    each iteration a box is kept if no kept box before it, of the same set and class, has an IoU
+    above `iou_threshold` with it. At most `max_keep` boxes of each set are kept, or any number if
+    `max_keep` is 0.
     """
     x1, y1, x2, y2 = op.Split(boxes, num_outputs=4, axis=2)
     area = (x2 - x1) * (y2 - y1)
@@ -75,10 +76,21 @@ def DecodeBoxes(  # noqa: N802
     size_weight: float,
     inclusive: int,
 ) -> FLOAT:
-    """Decode selected deltas, and clip the boxes to their images.
+    """Decode selected box deltas, and clip the boxes to their images.
 
-    deltas [B, N, C, 4], references [B, N, 4] or [1, N, 4], indices [B, K], negative for padding,
-    image_sizes [B, 2] -> boxes [B, K, 4], zero for padding.
+    Args:
+        deltas: [B, N, C, 4], C deltas (dx, dy, dw, dh) of each of N anchors or proposals.
+        references: anchors or proposals [B, N, 4], or [1, N, 4] if all images share them; xyxy in
+            input pixels.
+        indices: [B, K], indices into the N * C deltas of each image. Negative: padding.
+        image_sizes: [B, 2], height and width in pixels.
+        center_weight: factor by which dx and dy were multiplied.
+        size_weight: factor by which dw and dh were multiplied.
+        inclusive: 1 if boxes outside of their image are clipped to one pixel at its edge, 0 if they
+            are clipped to zero area.
+
+    Returns:
+        Boxes [B, K, 4], xyxy in input pixels, zero for padding.
     """
     first = op.Constant(value_int=0)
     chosen = op.Max(indices, first)

@@ -75,8 +75,9 @@ def float8_model(
 ) -> onnx.ModelProto:
     """Quantize convolutions and linear layers to fp8 (E4M3), for TensorRT.
 
-    Inputs, outputs and weights of the layers become fp8. Arguments, result and errors are those of
-    `quantized_model`, which measures the value ranges. The ranges are then made symmetric.
+    Inputs, outputs and weights of the layers become fp8. The value ranges are measured as in
+    `quantized_model`, then made symmetric. Arguments, result and errors are those of
+    `quantized_model`.
     """
     weights = {w.name: numpy_helper.to_array(w) for w in model.graph.initializer}
     quantized = quantized_model(model, paths, preprocessing, bucket)
@@ -144,7 +145,7 @@ def make_symmetric(graph: onnx.GraphProto) -> None:
 def _feed(
     path: Path, preprocessing: Preprocessing, bucket: ShapeBucket, dtype: np.dtype[Any]
 ) -> dict[str, NDArray[Any]]:
-    """Return the inputs of the model for an image file."""
+    """Return the model's inputs by name for an image file."""
     resized = read_resized_image(path, preprocessing)[: bucket.height, : bucket.width]
     pixels = pad_to_bucket(resized, bucket)[None].astype(dtype)
     return dict(zip(INPUT_NAMES, (pixels, np.array([resized.shape[:2]], np.int64)), strict=True))
@@ -152,7 +153,7 @@ def _feed(
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Within the block, silence log messages up to WARNING, such as the quantizer's advice."""
+    """Within the block, silence log messages up to WARNING, such as ONNX Runtime's advice."""
     logging.disable(logging.WARNING)
     try:
         yield

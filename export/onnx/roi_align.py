@@ -1,6 +1,6 @@
 """ONNX function bodies of RoIAlign, in standard operators of opset 18.
 
-The contract is in `plugins/pyramid_roi_align/operation.py`.
+The operation is specified in `plugins/pyramid_roi_align/operation.py`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,11 @@ _LN_2 = 0.6931471805599453
 def RoILevel(  # noqa: N802
     rois: FLOAT, spatial_scales: Sequence[float], canonical_level: int, canonical_size: float
 ) -> INT64:
-    """Return the pyramid level of each RoI, [B, R] int64 for rois [B, R, 4]. 0 is the finest."""
+    """Return the index of each RoI's pyramid level, [B, R] int64. Level 0 is the finest.
+
+    Inputs are rois [B, R, 4], xyxy in input pixels. `canonical_level` is the log2 of the stride of
+    the level for square RoIs of side `canonical_size` in input pixels.
+    """
     ln_2 = op.Constant(value_float=_LN_2)
     x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
     side = op.Squeeze(op.Sqrt((x2 - x1) * (y2 - y1)), op.Constant(value_ints=[2]))
@@ -54,8 +58,8 @@ def PyramidRoIAlign(  # noqa: N802
     The mosaic has the finest level at the top and the other levels side by side below it. Its last
     row and column are zero. A sampling position outside of its level is moved onto these zeros.
 
-    Inputs are feature_l [B, C, H_l, W_l] and rois [B, R, 4]. The output is [B * R, C, P, P] in the
-    type of the features, where P is `output_size`.
+    Inputs are feature_l [B, C, H_l, W_l] and rois [B, R, 4] (xyxy in input pixels). The output is
+    [B * R, C, P, P] in the type of the features, where P is `output_size`.
     """
     zero, one = op.Constant(value_float=0.0), op.Constant(value_float=1.0)
     scales = op.Constant(value_floats=spatial_scales)
@@ -163,8 +167,9 @@ def RoIAlignOnMap(  # noqa: N802
 ) -> FLOAT:
     """RoIAlign of the chosen RoIs on one feature map with ONNX's operator RoiAlign.
 
-    Inputs are feature [B, C, H, W], rois [B, R, 4], chosen [B, R] and scale [1]. The output is
-    [B * R, C, P, P] float32, where P is `output_size`. It is zero for RoIs that are not chosen.
+    Inputs are feature [B, C, H, W], rois [B, R, 4] (xyxy in input pixels), chosen [B, R] (true for
+    RoIs to pool) and scale [1] (feature cells per input pixel). The output is [B * R, C, P, P]
+    float32, where P is `output_size`. It is zero for RoIs that are not chosen.
     """
     half = op.Constant(value_float=0.5)
     shift = op.Cast(op.Constant(value_int=aligned), to=1)
@@ -215,8 +220,9 @@ def PyramidRoIAlignAdaptive(  # noqa: N802
 ) -> FLOAT:
     """RoIAlign over a feature pyramid, one level after another, with any sampling ratio.
 
-    Inputs are feature_l [B, C, H_l, W_l] and rois [B, R, 4]. The output is [B * R, C, P, P] in the
-    type of the features, where P is `output_size`. A sampling ratio of 0 is adaptive.
+    Inputs are feature_l [B, C, H_l, W_l] and rois [B, R, 4] (xyxy in input pixels). The output is
+    [B * R, C, P, P] in the type of the features, where P is `output_size`. A sampling ratio of 0
+    is adaptive.
     """
     scale_0, scale_1, scale_2, scale_3 = op.Split(
         op.Constant(value_floats=spatial_scales), num_outputs=4, axis=0
@@ -249,8 +255,8 @@ def SingleMapRoIAlign(  # noqa: N802
 ) -> FLOAT:
     """RoIAlign on a single feature map.
 
-    Inputs are feature [B, C, H, W] and rois [B, R, 4]. The output is [B * R, C, P, P] in the type
-    of the feature map, where P is `output_size`.
+    Inputs are feature [B, C, H, W] and rois [B, R, 4] (xyxy in input pixels). The output is
+    [B * R, C, P, P] in the type of the feature map, where P is `output_size`.
     """
     scale = op.Constant(value_floats=spatial_scales)
     chosen = op.ReduceMax(op.Abs(rois), op.Constant(value_ints=[2]), keepdims=0) >= 0.0

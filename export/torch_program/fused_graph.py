@@ -18,7 +18,7 @@ _aten, _own = torch.ops.aten, torch.ops.maskrcnn
 
 
 class _Fusion(NamedTuple):
-    """Operations after a convolution that are fused with the convolution."""
+    """Operations after a convolution that can be computed in one kernel with the convolution."""
 
     # Node whose value the fused operation returns: ReLU, addition, or the convolution itself.
     last: Node
@@ -38,7 +38,7 @@ def fuse_convolutions(program: ExportedProgram) -> None:
     convolution is fused. Convolutions without bias, or with groups, stay as they are.
 
     Args:
-        program: result of `run_decompositions`, which has no in-place operations.
+        program: exported program after `run_decompositions`, so without in-place operations.
     """
     graph = program.graph_module.graph
     for node in graph.find_nodes(op="call_function", target=_aten.conv2d.default):
@@ -78,12 +78,12 @@ def fuse_convolutions(program: ExportedProgram) -> None:
 
 
 def fuse_blocks(program: ExportedProgram) -> None:
-    """Fuse the last convolution of a residual block with the next block's first one, in place.
+    """Fuse a residual block's last convolution with the next block's first convolution, in place.
 
-    A convolution in the shortcut is fused too where that is possible.
+    If the block's shortcut has a convolution, it is fused too where a kernel supports that.
 
     Args:
-        program: result of `fuse_convolutions`.
+        program: program after `fuse_convolutions`.
     """
     graph = program.graph_module.graph
     for node in graph.find_nodes(op="call_function", target=_own.pointwise_convolution.default):
@@ -111,7 +111,9 @@ def fuse_blocks(program: ExportedProgram) -> None:
 
 
 def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return the operation and the arguments that replace two convolutions, None if none does.
+    """Return an operation and its arguments that replace two convolutions, or None.
+
+    None: no operation supports these convolutions.
 
     Args:
         last: `pointwise_convolution` that ends a residual block and adds the residual.
@@ -137,10 +139,10 @@ def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def use_libraries(program: ExportedProgram) -> None:
-    """Replace 1x1 convolutions for which a library may have a faster kernel, in place.
+    """Let a library compute 1x1 convolutions for which it may have a faster kernel, in place.
 
     Args:
-        program: result of `fuse_blocks`.
+        program: program after `fuse_blocks`.
     """
     graph = program.graph_module.graph
     for node in graph.find_nodes(op="call_function", target=_own.pointwise_convolution.default):
@@ -173,7 +175,7 @@ def _reduction_after(node: Node) -> Node | None:
 
 
 def _arguments(node: Node) -> tuple[Any, ...]:
-    """Return a convolution's input, weight, bias, stride, padding, dilation and groups."""
+    """Return input, weight, bias, stride, padding, dilation and groups of an ATen convolution."""
     defaults = (None, None, None, [1, 1], [0, 0], [1, 1], 1)
     return (*node.args, *defaults[len(node.args) :])
 
@@ -186,7 +188,8 @@ def _is_pointwise(weight: Node, stride: list[int], padding: list[int]) -> bool:
 def _fusion_after(node: Node) -> _Fusion:
     """Return the addition and the ReLU that can be fused with the convolution `node`, if any.
 
-    Each of the two must be the only node that reads the result of the node before it.
+    The addition must be the only reader of the convolution's result. The ReLU must be the only
+    reader of the addition's result or, without an addition, of the convolution's result.
     """
     last, residual, upsampled = node, None, False
     addition = _only_user(last, _aten.add.Tensor)

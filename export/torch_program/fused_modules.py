@@ -22,12 +22,12 @@ _MATRIX_MULTIPLE = 8
 
 
 def optimize_for_gpu(model: MaskRCNN) -> None:
-    """Replace modules by equivalents with fewer passes over memory, in place.
+    """Replace modules by equivalents that make fewer passes over GPU memory, in place.
 
-    Convert convolution weights to channels-last.
+    Also convert the weights of convolutions to channels-last.
 
     Args:
-        model: model after `fold_batch_norms`.
+        model: model whose batch norms `fold_batch_norms` has folded.
     """
     body = model.backbone.body
     is_half = body.conv1.weight.dtype in _HALF
@@ -48,7 +48,10 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
 
 
 class _FusedStem(nn.Module):
-    """Equivalent of `MaskRCNN.stem` that runs as one kernel. It replaces the first convolution."""
+    """Stem of the ResNet, including pixel normalization, as one kernel.
+
+    It computes the same as `MaskRCNN.stem`. The module takes the place of the first convolution.
+    """
 
     def __init__(self, model: MaskRCNN) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ _MAX_COMPILATIONS = 4
 
 
 class _TupleModel(nn.Module):
-    """Model that returns a plain tuple, so that its program loads without our classes."""
+    """Model with a plain tuple as output. Its program loads without this project's classes."""
 
     def __init__(self, model: MaskRCNN) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def program_from_model(
     """Export a model's detection for one input size, with a dynamic batch size.
 
     Args:
-        model: detector on the CPU, in evaluation mode, after `optimize_for_gpu`.
+        model: detector on the CPU, in evaluation mode, modified by `optimize_for_gpu`.
         bucket: height and width of the input in pixels.
         input_dtype: `torch.uint8` or `torch.float32`. In both types, pixel values are 0..255.
 
@@ -67,7 +67,7 @@ def program_from_model(
 
 
 def _drop_assertions(program: ExportedProgram) -> None:
-    """Remove the assertions that tensors have the same types and devices as during the export."""
+    """Remove a program's assertions on the types and devices of tensors, in place."""
     graph = program.graph_module.graph
     target = torch.ops.aten._assert_tensor_metadata.default
     for node in graph.find_nodes(op="call_function", target=target):
@@ -81,7 +81,7 @@ def write_program(program: ExportedProgram, path: Path) -> None:
 
 
 class Compilation(NamedTuple):
-    """Torch program to compile, and the precision of the compiled program."""
+    """Torch program to compile, with the precision and input of the compiled program."""
 
     # File that `write_program` wrote.
     path: Path
@@ -94,7 +94,7 @@ class Compilation(NamedTuple):
 
     @property
     def compiled(self) -> Path:
-        """Path of the compiled program, beside the program."""
+        """Path of the compiled program, in the folder of the torch program."""
         return self.path.with_name(f"model-{self.precision}-{self.bucket}.compiled")
 
 
@@ -102,7 +102,7 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
     """Compile programs for this machine's GPU in parallel.
 
     Returns:
-        for each program, the manifest entry of its compiled form, or None without a GPU.
+        for each program, the manifest entry of the compiled program, or None without a GPU.
 
     Raises:
         EngineError: there is a GPU, but no C compiler.
