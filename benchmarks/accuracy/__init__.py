@@ -175,9 +175,10 @@ def _validation_set_from(
     """Return the validation set that the command line names.
 
     Args:
-        source: argument DATA. None: `given` has --images and --annotations instead.
-        overrides: KEY=VALUE arguments, which only a configuration as DATA accepts.
-        given: values of the given options by parameter name.
+        source: argument DATA: a data set folder or a configuration. None: use the options --images
+            and --annotations in `given`.
+        overrides: KEY=VALUE arguments. They are valid only if `source` is a configuration.
+        given: values of the options on the command line, by parameter name.
     """
     from ...training.config import EvaluationConfig
     from ...training.data.convert.layouts import LayoutSplit, find_validation_split

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ValidationSet(NamedTuple):
-    """Data set to evaluate a bundle on, and settings of the evaluation."""
+    """Data set on which a bundle is evaluated, and settings of the evaluation."""
 
     split: LayoutSplit
     # Settings of the evaluation. Keys that matter only in training, such as early stopping, are
@@ -94,7 +94,7 @@ def evaluate_bundle(
         BundleError: the bundle is damaged or lacks the precision.
         ConfigError: the data set has categories that the bundle does not know.
         DataError: the data set is invalid, no image is valid, or one image is invalid and
-            `on_broken` is `refuse`.
+            `data.on_broken` is `refuse`.
     """
     manifest = read_manifest(bundle)
     precision = precision or served_precision(manifest, backend)
@@ -133,7 +133,7 @@ def evaluate_bundle(
 def _detect(
     records: Sequence[ImageRecord], detect: Callable[..., Iterator[Outcome]], upright_first: bool
 ) -> Generator[tuple[ImageRecord, Outcome], None, None]:
-    """Yield each image's record, and its detections in the annotated orientation or an error.
+    """Yield each image's record with its detections in the annotated orientation, or an error.
 
     Args:
         records: images to process.
@@ -176,7 +176,7 @@ def _add_detections(
 ) -> int:
     """Add detections to an evaluator, and return the number of invalid images.
 
-    An invalid image is logged. If `on_broken` is `refuse`, raise `DataError` instead.
+    If an image is invalid, log its error or, if `on_broken` is `refuse`, raise `DataError`.
     """
     invalid = 0
     for record, outcome in outcomes:

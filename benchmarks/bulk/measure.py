@@ -33,7 +33,7 @@ _MIN_CALLS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class BulkSettings:
-    """Precision, backend, batch sizes, images and duration of a measurement."""
+    """Settings of a bulk-prediction measurement: precision, backend, batches, images, duration."""
 
     # Precision to measure. None: the first precision of the bundle that the backend supports.
     precision: Precision | None = None
@@ -49,7 +49,7 @@ class BulkSettings:
 
 @dataclass(frozen=True)
 class BulkResult:
-    """Throughput and time per step of a bundle at one batch size."""
+    """Throughput and time per step of bulk prediction with a bundle, at one batch size."""
 
     # Name of the backend.
     engine: str
@@ -68,7 +68,7 @@ class BulkResult:
 
     @property
     def share(self) -> float:
-        """Throughput of all steps as a fraction of the throughput of the model step alone."""
+        """Throughput from files to masks as a fraction of the throughput of the model alone."""
         return self.images_per_second / self.engine_images_per_second
 
 
@@ -110,7 +110,7 @@ def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
 def _fitting_images(
     images: Sequence[bytes], backend: Backend, manifest: Manifest
 ) -> Sequence[bytes]:
-    """Return the images that fit an input size of the backend, or all images if none fits."""
+    """Return the images that fit an input size of the backend, or `images` if none of them fits."""
     fitting = []
     for data in images:
         with contextlib.suppress(ImageError):
@@ -130,9 +130,9 @@ def _planned(data: bytes, backend: Backend, manifest: Manifest) -> PlannedImage:
 def _request_batch(
     images: Sequence[bytes], backend: Backend, manifest: Manifest, batch: int
 ) -> list[ImageRequest]:
-    """Return `batch` requests for images of one input size, the most frequent of `images`.
+    """Return `batch` requests with images for one input size, the most frequent among `images`.
 
-    If fewer than `batch` images have this size, they are repeated.
+    If fewer than `batch` images are for this input size, they are repeated.
     """
     by_bucket: dict[ShapeBucket, list[ImageRequest]] = defaultdict(list)
     for data in images:
@@ -145,10 +145,11 @@ def _request_batch(
 def _measure_steps(
     backend: Backend, manifest: Manifest, requests: Sequence[ImageRequest], seconds: float
 ) -> tuple[float, dict[str, float]]:
-    """Measure each step of a batch alone.
+    """Measure each processing step of one batch while no other step runs.
 
     Returns:
-        Images per second of the model step, and median milliseconds per batch by step.
+        Images per second of the model step, and a mapping from the name of each step to its median
+        milliseconds per batch.
     """
     work = batch_steps(backend, manifest, threads=1)
     milliseconds: dict[str, float] = {}

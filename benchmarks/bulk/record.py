@@ -34,7 +34,7 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
 
     Args:
         results: Results, at least one.
-        images: Description of the images.
+        images: Description of the benchmark images, for the notes.
     """
     first = results[0]
     steps = tuple(first.step_milliseconds)
@@ -76,7 +76,7 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
 
 
 def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
-    """Return a sentence for each GPU result that says whether `BulkResult.share` meets the goal."""
+    """Compare `share` of each GPU result with the goal. Return one sentence per result."""
     return [
         f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "
         f"the engine's own rate; the goal of {_GOAL:.0%} is {format_verdict(r.share >= _GOAL)}."
@@ -86,7 +86,11 @@ def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
 
 
 def _plot_steps(axes: "Axes", results: Sequence[BulkResult]) -> None:
-    """Plot an image's time in each step as stacked bars, and in bulk prediction as a point."""
+    """Plot milliseconds per image over batch size.
+
+    Stacked bars show the time of each step alone. Points show all steps concurrently, and the
+    engine alone.
+    """
     labels = [str(result.batch) for result in results]
     bottoms = [0.0] * len(results)
     for step in results[0].step_milliseconds:

@@ -47,7 +47,7 @@ def images_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def read_images(sources: Sequence[Path]) -> list[bytes]:
-    """Return the bytes of each image file among sources, which are files or folders.
+    """Return the encoded bytes of each image file in `sources`, which are files or folders.
 
     Without sources, return [].
 
@@ -68,7 +68,7 @@ def _checked_image(path: Path) -> bytes:
 
 
 def describe_images(images: Sequence[bytes], sources: Sequence[Path], default: str) -> str:
-    """Return a description such as `3 files of FOLDER`, or `default` if there are no images."""
+    """Return `3 files of FOLDER` for 3 `images` of the source FOLDER, or `default` for none."""
     files = counted(len(images), "file")
     return f"{files} of {', '.join(map(str, sources))}" if images else default
 

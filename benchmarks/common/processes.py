@@ -187,9 +187,10 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory_mib(kind: MemoryKind) -> float:
-    """Return the peak of a kind of memory since the last reset, in MiB.
+    """Return the peak memory use in MiB since `reset_peak_memory`.
 
-    For `driver`, it is the GPU memory in use now.
+    `cpu` is this process's resident memory, `torch` the GPU memory reserved by torch. For `driver`,
+    return all GPU memory in use now, not a peak.
     """
     # The driver reports no peak. The memory in use comes close to it, because libraries other than
     # torch keep the memory that they have allocated.
@@ -265,7 +266,7 @@ def _tree_ticks(pid: int) -> int:
 
 
 def _ticks(stats: Iterable[Sequence[str]]) -> int:
-    """Return the total CPU time in ticks, user and system mode together."""
+    """Return the total CPU time, user plus system, in ticks of `/proc/PID/stat` fields."""
     return sum(int(stat[11]) + int(stat[12]) for stat in stats)
 
 
@@ -292,7 +293,7 @@ def _process_tree_stats(pid: int) -> dict[int, tuple[str, list[str]]]:
 
 
 def _parse_stat(text: str) -> tuple[str, list[str]]:
-    """Return the name, and the fields from field 3 on, of a `stat` file in /proc."""
+    """Parse a `/proc/PID/stat` text. Return the name (field 2) and the list of fields 3 to last."""
     # The second field is the name in brackets, which may contain spaces and brackets.
     head, _, fields = text.rpartition(")")
     return head.partition("(")[2], fields.split()

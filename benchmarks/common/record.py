@@ -36,7 +36,7 @@ def output_option(contents: str) -> Callable[[Callable[..., Any]], Callable[...,
     """Return a decorator that adds the option `--output` to a command.
 
     Args:
-        contents: the files of a record besides the JSON file, for the help text.
+        contents: description of the written files, except the JSON file, for the help text.
     """
     return click.option(
         "--output",
@@ -47,7 +47,10 @@ def output_option(contents: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 @dataclass(frozen=True, kw_only=True)
 class ResultTable:
-    """One table of a record. The terminal omits columns that are empty in every row."""
+    """One table of a benchmark record.
+
+    On the terminal, columns that are empty in every row are omitted.
+    """
 
     heading: str
     columns: Sequence[str] = ()
@@ -62,7 +65,7 @@ class ResultTable:
 
 @dataclass(frozen=True, kw_only=True)
 class PlotGrid:
-    """Plots of a record, drawn as a grid into one PNG."""
+    """Plots of a benchmark record, drawn as a grid into one PNG."""
 
     # Alternative text of the image.
     alt: str
@@ -248,7 +251,7 @@ def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 
 def _commit() -> str:
-    """Return the commit of this checkout, or `unknown` outside a checkout."""
+    """Return the Git commit of this package's source, or `unknown` outside of a Git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         answer = subprocess.run(command, capture_output=True, check=True, text=True, timeout=30)
@@ -258,7 +261,7 @@ def _commit() -> str:
 
 
 def _short_name(gpus: Sequence[str]) -> str:
-    """Return the machine part of a file name, such as `h200` for `NVIDIA H200 (driver 580.1)`."""
+    """Return a short GPU name for file names, as `h200` for `NVIDIA H200 (driver 580.1)`."""
     if not gpus:
         return "cpu"
     model = re.search(r"(?:RTX |GTX )?[A-Z]*\d+", gpus[0])

@@ -25,7 +25,7 @@ from ...training.trainer import AUTOCAST_DTYPES, Trainer
 
 
 def torchvision_from_config(config: ModelConfig) -> TorchvisionMaskRCNN:
-    """Build torchvision's model with random weights; its state dict has this project's keys.
+    """Build torchvision's Mask R-CNN with random weights. Its state dict has this project's keys.
 
     If torchvision lacks layers of the configured model, such as those of C4, no error is raised
     here, but `load_state_dict` of the result fails.
@@ -86,14 +86,14 @@ def _torchvision_heads(config: ModelConfig, roi: RoiConfig) -> dict[str, nn.Modu
 
 
 class TorchvisionTrainer:
-    """Trainer of torchvision's model with the interface of `Trainer.step`.
+    """Trainer of torchvision's Mask R-CNN, with the method `step` of this project's `Trainer`.
 
-    Initial weights, optimiser, learning-rate schedule and precision are those of a `Trainer` of the
-    same configuration. Torchvision averages some losses over images and some over the batch.
+    Initial weights, optimiser, learning-rate schedule and precision are those of a `Trainer` with
+    the same configuration. Torchvision averages some losses over images and some over the batch.
     """
 
     def __init__(self, config: TrainConfig, worker: Worker) -> None:
-        """Build the model with the initial weights of a `Trainer`.
+        """Build torchvision's model with the initial weights of a `Trainer` for `config`.
 
         Raises:
             ConfigError: torchvision has no model of this configuration.
@@ -126,7 +126,7 @@ class TorchvisionTrainer:
 
     @property
     def evaluated_model(self) -> MaskRCNN:
-        """This project's model with the trained weights. Its detections equal torchvision's."""
+        """This project's model with the trained weights. It detects the same as torchvision's."""
         model = MaskRCNN(self._config.model)
         model.load_state_dict(self._model.state_dict())
         return model.to(self._device)

@@ -50,7 +50,10 @@ _TOP_K_SIZES = (
 
 
 def nms_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `nms_keep`: proposals per level, detections per class, and C4 proposals."""
+    """Yield cases of `nms_keep`: proposals of FPN levels, detections, and proposals of a C4 model.
+
+    Detections are suppressed per class.
+    """
     for max_images, levels, full, classes, threshold, max_keep, goal in _NMS_SIZES:
         images, count = min(max_images, workload.batch), workload.count(full)
         kinds = f" of {classes} classes" if classes > 1 else ""
@@ -128,7 +131,7 @@ def matching_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def decoding_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `decode_boxes`: decoding of the selected anchors of all levels."""
+    """Yield a case of `decode_boxes`: decoding the deltas of the selected anchors of all levels."""
     anchors, selected = _anchors(workload), workload.count(4819)
     deltas = workload.randn(workload.batch, anchors.shape[1], 1, 4)
     indices = workload.randint(anchors.shape[1], workload.batch, selected)
@@ -203,7 +206,7 @@ def _anchors(workload: Workload) -> Tensor:
 
 
 def _maps(workload: Workload) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the strides (y, x) and the sizes (height, width) of all feature maps."""
+    """Return all feature maps' strides (y, x) in pixels and sizes (height, width) in cells."""
     grids = [workload.grid(stride) for stride in STRIDES]
     return [(workload.height // rows, workload.width // columns) for rows, columns in grids], grids
 

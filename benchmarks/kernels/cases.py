@@ -124,7 +124,7 @@ KERNEL_CASES: dict[str, Callable[[Workload], Iterator[KernelCase]]] = {
 
 
 def working_cases(workload: Workload, kernels: Iterable[str]) -> Iterator[KernelCase]:
-    """Yield the cases of several kernels lazily, so that few tensors exist at a time."""
+    """Yield the benchmark cases of several kernels. Each case's tensors are created lazily."""
     for kernel in kernels:
         yield from KERNEL_CASES[kernel](workload)
 

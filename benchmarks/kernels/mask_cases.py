@@ -36,7 +36,7 @@ _PASTE_LIMIT = "pixels of the largest boxes, each in the one thread block of its
 
 
 def crop_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `mask_targets_from_crops`: masks cropped to their instances' boxes."""
+    """Yield a case of `mask_targets_from_crops`: ground-truth masks cropped to their boxes."""
     batch, instances, rois = workload.batch, workload.count(20), workload.count(128)
     masks = (workload.rand(batch, instances, _CROP, _CROP) < 0.5).to(torch.uint8)
     boxes = workload.rand(batch, rois, 2, 2).sort(dim=2).values.flatten(2) * _CROP
@@ -56,7 +56,7 @@ def crop_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def polygon_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `mask_targets_from_polygons`: one ring per instance."""
+    """Yield a case of `mask_targets_from_polygons`: one polygon per instance."""
     count, rois, owners = _instances_and_rois(workload)
     angles = torch.arange(_CORNERS, device=workload.device) * math.tau / _CORNERS
     unit = workload.height / 8
@@ -77,7 +77,7 @@ def polygon_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def run_length_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `mask_targets_from_rle`: run lengths of discs in whole images."""
+    """Yield a case of `mask_targets_from_rle`: RLE masks in image size, each with one disc."""
     count, rois, owners = _instances_and_rois(workload)
     height, width, radius = workload.height, workload.width, workload.height / 8
     y, x = torch.arange(height)[:, None], torch.arange(width)
@@ -145,7 +145,7 @@ def paste_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def compression_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `compress_runs`: 100 masks per image, with two runs per column."""
+    """Yield a case of `compress_runs`: 100 RLE masks per image, two runs per column of the mask."""
     count, columns = workload.count(100 * workload.batch), workload.image_width // 2
     zeros, ones = workload.randint(40, 2, count, columns).int() + workload.height // 2 - 20
     runs = torch.stack([zeros, ones], dim=2).flatten(1)
@@ -162,7 +162,7 @@ def compression_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def _instances_and_rois(workload: Workload) -> tuple[int, Tensor, Tensor]:
-    """Return the number of instances, K RoIs [K, 4], and the index of each RoI's instance [K]."""
+    """Return the number of instances, RoIs [K, 4] (xyxy), and each RoI's instance index [K]."""
     count = workload.count(20 * workload.batch)
     rois = workload.count(128 * workload.batch)
     unit = workload.height / 8
@@ -172,7 +172,10 @@ def _instances_and_rois(workload: Workload) -> tuple[int, Tensor, Tensor]:
 
 
 def _rasterise(rings: NDArray[np.float64], rois: NDArray[np.float64]) -> list[NDArray[np.uint8]]:
-    """Rasterise the ring of each RoI with pycocotools: rings [K, corners, 2], RoIs [K, 4]."""
+    """Rasterise one polygon per RoI with pycocotools, and return one mask [SIDE, SIDE] per RoI.
+
+    Polygons are [K, corners, 2], x and y in pixels. RoIs are [K, 4], xyxy in pixels.
+    """
     scales = SIDE / np.maximum(rois[:, 2:] - rois[:, :2], 1)
     scaled = ((rings - rois[:, None, :2]) * scales[:, None]).reshape(len(rings), -1).tolist()
     return [coco_mask.decode(coco_mask.frPyObjects([ring], SIDE, SIDE)) for ring in scaled]

@@ -11,7 +11,7 @@ from ..common.timing import GpuTimer, host_milliseconds
 
 @dataclass(frozen=True)
 class KernelBaseline:
-    """Other implementation of a kernel's task, measured for comparison."""
+    """Other implementation of a CUDA kernel's task. The kernel's time is compared with its time."""
 
     name: str
     run: Callable[[], object]
@@ -22,7 +22,7 @@ class KernelBaseline:
 
 @dataclass(frozen=True)
 class KernelGoal:
-    """Speed that a kernel should reach at one input size."""
+    """Goal for a kernel at one input size: maximum time, and minimum speedup over a baseline."""
 
     # Maximum time.
     milliseconds: float
@@ -75,12 +75,12 @@ class KernelResult:
 
     @property
     def bandwidth_share(self) -> float:
-        """Bandwidth of the kernel as a fraction of the bandwidth of copying."""
+        """Kernel's memory bandwidth as a fraction of the bandwidth of copying a large tensor."""
         return self.gigabytes_per_second / self.copy_gigabytes_per_second
 
     @property
     def meets_goal(self) -> bool:
-        """Whether the goal is met. True if there is no goal."""
+        """Whether the kernel meets `goal`. True if `goal` is None."""
         if self.goal is None:
             return True
         fast = self.milliseconds < self.goal.milliseconds
@@ -89,7 +89,7 @@ class KernelResult:
         return fast and self.speedup(self.peers[0]) >= self.goal.times_peer
 
     def speedup(self, baseline: BaselineResult) -> float:
-        """Return the baseline's time divided by the kernel's."""
+        """Return the baseline's time divided by the kernel's time."""
         return baseline.milliseconds / self.milliseconds
 
 
@@ -110,23 +110,29 @@ class Workload:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def count(self, full: int) -> int:
-        """Return `full`, a number of RoIs, candidates or instances, times `share`; at least 1."""
+        """Return `full` times `share`, rounded, but at least 1.
+
+        `full` is the usual number of RoIs, candidates or instances.
+        """
         return max(1, round(full * self.share))
 
     def rand(self, *shape: int) -> Tensor:
-        """Return uniform random numbers from 0 to 1."""
+        """Return a tensor of this shape with uniform random numbers from 0 to 1."""
         return torch.rand(shape, generator=self.generator).to(self.device)
 
     def randn(self, *shape: int) -> Tensor:
-        """Return random numbers of standard normal distribution."""
+        """Return a tensor of this shape with random numbers of standard normal distribution."""
         return torch.randn(shape, generator=self.generator).to(self.device)
 
     def randint(self, end: int, *shape: int) -> Tensor:
-        """Return uniform random integers from 0 to `end - 1`."""
+        """Return a tensor of this shape with uniform random integers from 0 to `end - 1`."""
         return torch.randint(end, shape, generator=self.generator).to(self.device)
 
     def boxes(self, *shape: int) -> Tensor:
-        """Return boxes [*shape, 4] within the image, with log-uniform sides of 8 to 512 pixels."""
+        """Return random boxes [*shape, 4], xyxy in pixels, clipped to the image without padding.
+
+        Before clipping, their sides are log-uniform from 8 to 512 pixels.
+        """
         limits = torch.tensor([self.image_width, self.height], device=self.device)
         centers = self.rand(*shape, 2) * limits
         half_sides = 2 ** (2 + 6 * self.rand(*shape, 2))
@@ -147,12 +153,12 @@ def kernel_case(
     *baselines: KernelBaseline,
     goal: KernelGoal | None = None,
 ) -> KernelCase:
-    """Run a kernel once to find the size of its outputs, and return its benchmark case.
+    """Run a kernel once to find the size of its outputs, and return a benchmark case for it.
 
     Args:
         kernel: name of the kernel.
-        size: description of the input size.
-        limit: description of the bottleneck.
+        size: description of the input size, for tables.
+        limit: description of the kernel's bottleneck, for tables.
         run: function that launches the kernel and returns its outputs.
         inputs: tensors that the kernel reads.
         baselines: other implementations of the same task.

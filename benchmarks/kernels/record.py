@@ -39,7 +39,7 @@ this encoding.
 
 
 def kernels_record(results: Sequence[KernelResult]) -> Record:
-    """Return a record of at least one result. All results must be of the same GPU."""
+    """Return a record of kernel results, at least one. All must be measured on the same GPU."""
     limits = dict.fromkeys((result.kernel, result.limit) for result in results)
     copying = format_significant(results[0].copy_gigabytes_per_second)
     bars = [
@@ -91,7 +91,10 @@ def kernel_row(result: KernelResult) -> tuple[str, ...]:
 
 
 def _format_goal(goal: KernelGoal) -> str:
-    """Format a goal, as in `< 0.6 ms, >= 5 times`."""
+    """Format a kernel's goal: maximum time and, if set, minimum speedup over the first baseline.
+
+    An example is `< 0.6 ms, >= 5 times`, for at least 5 times the baseline's speed.
+    """
     text = f"< {goal.milliseconds:g} ms"
     return text if goal.times_peer is None else f"{text}, >= {goal.times_peer:g} times"
 
@@ -113,7 +116,7 @@ def _goal_sentence(result: KernelResult, goal: KernelGoal) -> str:
 
 
 def _plot_speedups(axes: "Axes", bars: Sequence[tuple[str, str, float]]) -> None:
-    """Plot bars (case, baseline, speedup) with one colour per baseline."""
+    """Plot a bar for each (case, baseline, speedup), with one colour per baseline."""
     names = list(dict.fromkeys(name for _, name, _ in bars))
     for name in names:
         rows = [row for row, bar in enumerate(bars) if bar[1] == name]
