@@ -64,7 +64,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class MatmulRoofline:
-    """Upper bound of a model's throughput, at which the GPU computes only matrix products."""
+    """Upper bound of a model's throughput, if the GPU spent its time on matrix products only."""
 
     precision: Precision
     # Measured rate of the product of two large square matrices.
@@ -79,7 +79,7 @@ class MatmulRoofline:
 
 
 def measure_stages(run: BatchRun, precision: Precision, batch: int) -> StageTimes:
-    """Profile `_BATCHES` runs of a batch, and return the mean GPU time by stage and kernel.
+    """Profile several runs of a batch. Return the mean GPU time of a run by stage and kernel.
 
     Raises:
         ValueError: the batches did not run the same number of kernels.
@@ -121,7 +121,7 @@ def profile_gpu(function: Callable[[], object], count: int) -> list[GpuActivity]
 
 
 def busy_microseconds(activities: Sequence[GpuActivity]) -> float:
-    """Return the microseconds in which at least one activity runs.
+    """Return the total microseconds in which at least one GPU activity runs.
 
     The activities must be ordered by start time.
     """
@@ -134,10 +134,10 @@ def busy_microseconds(activities: Sequence[GpuActivity]) -> float:
 
 
 def milliseconds_by_stage(activities: Sequence[GpuActivity]) -> dict[str, float]:
-    """Return the milliseconds of every stage, and of idling, in one batch.
+    """Return the GPU milliseconds of each model stage, and of idle time, in one batch.
 
-    A stage lasts until the first kernel of the next stage. Time in which two kernels overlap counts
-    for the kernel that started first.
+    The keys are `STAGES` and `IDLE`. A stage lasts until the first kernel of the next stage. If two
+    kernels overlap, the time of the overlap counts for the kernel that started first.
 
     Args:
         activities: GPU activities of one batch, ordered by start time; at least one.
@@ -157,6 +157,10 @@ def milliseconds_by_stage(activities: Sequence[GpuActivity]) -> dict[str, float]
 def mean_milliseconds_by_stage(activities: Sequence[GpuActivity], batches: int) -> dict[str, float]:
     """Return the mean of `milliseconds_by_stage` over several equal batches.
 
+    Args:
+        activities: GPU activities of all batches, ordered by start time.
+        batches: number of batches. Each has the same number of activities.
+
     Raises:
         ValueError: the number of activities is not a multiple of the number of batches.
     """
@@ -175,7 +179,7 @@ def mean_milliseconds_by_stage(activities: Sequence[GpuActivity], batches: int) 
 def costliest_kernels(
     activities: Sequence[GpuActivity], batches: int, count: int
 ) -> list[KernelTotal]:
-    """Return the `count` kernels with the most time, with their calls and time per batch."""
+    """Return the `count` kernels with the most GPU time, with calls and milliseconds per batch."""
     durations: dict[str, list[float]] = defaultdict(list)
     for activity in activities:
         durations[activity.name].append(activity.duration)
@@ -189,7 +193,10 @@ def costliest_kernels(
 def measure_matmul_rooflines(
     precisions: Sequence[Precision], config: ModelConfig, bucket: ShapeBucket
 ) -> Iterator[MatmulRoofline]:
-    """Yield a model's roofline in each precision on the current GPU, or nothing without a GPU."""
+    """Yield a model's upper bound of throughput on the current GPU in each precision.
+
+    Without a GPU, yield nothing.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -202,8 +209,8 @@ def measure_matmul_rooflines(
 def flops_per_image(config: ModelConfig, bucket: ShapeBucket) -> int:
     """Return the floating-point operations of convolutions and matrix products for one image.
 
-    The model runs on the meta device, so nothing is computed. The project's own operations,
-    element-wise operations and sorting are not counted.
+    A multiply-add counts as two operations. The model runs on the meta device, so nothing is
+    computed. This project's custom operations, element-wise operations and sorting are not counted.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -224,8 +231,9 @@ def matmul_teraflops(precision: Precision, side: int, device: str, seconds: floa
     """Return the rate of the product of two matrices [side, side] in 10^12 operations per second.
 
     Args:
-        precision: `tf32` enables TF32 in this process, and all others disable it.
-        side: Rows and columns.
+        precision: Precision of the product. `tf32` enables TF32 in this process, and every other
+            precision disables it.
+        side: Number of rows and of columns of each matrix.
         device: `cuda` or `cpu`.
         seconds: Length of the measurement, after a warm-up of the same length.
     """

@@ -33,7 +33,7 @@ class MeasurementError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class InferSettings:
-    """Engines to measure for each model, batch sizes, images and durations."""
+    """Settings of the inference benchmark: engines, batch sizes, images and durations."""
 
     # Images per batch.
     batches: Sequence[int] = (1, 8)
@@ -136,12 +136,12 @@ def measure_models(
 
 
 def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[MatmulRoofline]:
-    """Return a roofline per precision except int8 and fp8, for the first checkpoint of the models.
+    """Return upper bounds of the throughput of the first checkpoint among `models`.
 
-    If there is no checkpoint or no GPU, return [].
+    There is one per precision, except int8 and fp8. If there is no checkpoint or no GPU, return [].
 
     Raises:
-        CheckpointError: the file is not a checkpoint.
+        CheckpointError: the first file among `models` is not a checkpoint.
         ProcessError: the measuring process died.
     """
     checkpoint = next((model for model in models if model.is_file()), None)
@@ -156,7 +156,7 @@ def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[M
 
 
 def engine_choices(models: Sequence[Path], settings: InferSettings) -> Iterator[EngineChoice]:
-    """Yield the engines to measure. In each precision, the baselines follow the models."""
+    """Yield the engines to measure. In each precision, baselines come after the models."""
     with_torchvision = "torchvision" in settings.peers
     with_onnxruntime = "onnxruntime" in settings.peers and settings.backend != "onnxruntime"
     for precision in settings.precisions:
@@ -190,7 +190,10 @@ def _measure_in_process(
 def _measure_engine(
     choice: EngineChoice, bucket: ShapeBucket, settings: InferSettings
 ) -> Iterator[Measurement]:
-    """Measure an engine at each batch size in ascending order. Yield failures as results."""
+    """Measure an engine at each batch size in ascending order.
+
+    Yield results, and an `InferFailure` instead of raising an error.
+    """
     try:
         runner = choice.load(bucket, max(settings.batches))
         encoded = settings.images or [noise_jpeg(bucket)]
@@ -257,7 +260,7 @@ def _measure_speed(
 
 
 def _reason_from(error: Exception) -> str:
-    """Return an error's message, or its type and first line if it is not of this package."""
+    """Return an error's message, or its type and first line if this package does not define it."""
     own, _, _ = __name__.partition(".")
     if type(error).__module__.startswith(f"{own}."):
         return str(error)

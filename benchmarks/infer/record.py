@@ -84,8 +84,8 @@ def infer_record(
     Args:
         results: Measurements, at least one. All have the same input size.
         failures: Engines that could not be measured.
-        rooflines: Results of `measure_rooflines`, if any.
-        stages: Profiles of one engine.
+        rooflines: Upper bounds of the throughput, from `measure_rooflines`.
+        stages: GPU times by model stage. All are of the same engine.
         machine: machine of the measurement. None: describe this machine.
     """
     machine = machine or describe_machine()
@@ -145,7 +145,10 @@ def speed_rows(
     failures: Sequence[InferFailure] = (),
     rooflines: Sequence[MatmulRoofline] = (),
 ) -> list[tuple[str, ...]]:
-    """Return the table rows of one precision, results before failures, with cells of `COLUMNS`."""
+    """Return table rows for one precision, with one cell per column of `COLUMNS`.
+
+    Rows of failures follow the rows of results.
+    """
     own = [r for r in results if r.precision == precision]
     engines = list(dict.fromkeys((r.model, r.engine, r.data) for r in own))
     own.sort(key=lambda r: engines.index((r.model, r.engine, r.data)))
@@ -174,9 +177,9 @@ def speed_rows(
 
 
 def infer_goals(results: Sequence[InferResult], machine: MachineInfo) -> list[str]:
-    """Return sentences that compare the torch backend in fp16 with the goals.
+    """Return sentences that compare the torch backend in fp16 with this project's goals.
 
-    The goals are for one type of GPU and one input size. For others, return [].
+    The goals are for one type of GPU and one input size. For other GPUs or sizes, return [].
     """
     if not _has_goals(results, machine):
         return []
@@ -211,7 +214,7 @@ def _has_goals(results: Sequence[InferResult], machine: MachineInfo) -> bool:
 
 
 def _stage_tables(stages: Sequence[StageTimes]) -> list[ResultTable]:
-    """Return the tables of time by stage and by kernel, which the terminal does not show."""
+    """Return the tables of GPU time by stage and by kernel. The terminal does not show them."""
     names = (*STAGES, IDLE)
     shown = next((times for times in stages if times.batch == 8), stages[-1])
     return [

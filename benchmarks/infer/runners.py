@@ -62,9 +62,9 @@ class Runner(Protocol):
     """Interface of the runners of all engines."""
 
     def batch_runs(self, images: NDArray[np.uint8]) -> Sequence[BatchRun]:
-        """Return one run of images [B, 3, H, W] per place of the data: device or host.
+        """Return one run of images [B, 3, H, W] with data on the device, and one on the host.
 
-        A place that the engine does not support is left out.
+        A run that the engine does not support is left out.
         """
 
 
@@ -82,7 +82,7 @@ class EngineChoice:
 
     @property
     def name(self) -> str:
-        """Name of the engine. It is `bundle` if the backend is selected only at loading."""
+        """Name of the engine. It is `bundle` if `load` will select the backend."""
         if self.model.is_dir():
             return "bundle" if self.backend == "auto" else self.backend
         return "torchvision" if self.with_torchvision else "eager"

@@ -48,7 +48,7 @@ _OUTPUTS = {
 
 
 class QuickstartError(Exception):
-    """A step gave a wrong result, or the output folder holds other files."""
+    """A step of the quickstart gave a wrong result, or the output folder holds foreign files."""
 
 
 @click.command()
@@ -120,7 +120,11 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
 
 
 def _prepare_folder(output: Path) -> None:
-    """Create the output folder, or empty it if an earlier quickstart created it."""
+    """Create the output folder, or empty it if an earlier quickstart created it.
+
+    Raises:
+        QuickstartError: the folder holds files that no quickstart wrote.
+    """
     if output.exists() and any(output.iterdir()):
         if not (output / _MARKER).exists():
             raise QuickstartError(
@@ -134,7 +138,7 @@ def _prepare_folder(output: Path) -> None:
 def _configure(
     output: Path, seed: int, images: int, iterations: int | None
 ) -> "tuple[SyntheticConfig, TrainConfig]":
-    """Return the configurations of the data set and of the training."""
+    """Return the configurations of a quickstart's data set and training."""
     from ...training.config import load_config
     from ...training.data.synthetic.dataset import SyntheticConfig
 
@@ -177,7 +181,11 @@ def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> N
 
 
 def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", image: Path) -> None:
-    """Check that a server's detections equal those of `Detector`, and draw some into `image`."""
+    """Check that a server and offline prediction detect the same, and draw some detections.
+
+    The detections are drawn into the PNG file `image`. If the detections differ, raise
+    `QuickstartError`.
+    """
     from ...serving.client import DetectorClient
     from ...serving.detections import Detections
     from ...serving.offline.detector import Detector
@@ -239,7 +247,10 @@ def _measure_server(bundle: Path, images: Path) -> "list[ServeResult]":
 def _metrics_from(
     checkpoint: Path, infer_results: "list[InferResult]", serve_results: "list[ServeResult]"
 ) -> dict[str, float]:
-    """Return the checkpoint's COCO metrics and both benchmarks' speed and latencies, by name."""
+    """Return the checkpoint's COCO metrics, and throughput and latencies of both benchmarks.
+
+    The keys are names such as `infer/batch_1/images_per_second`.
+    """
     from ...model.checkpoint import load_checkpoint
 
     metrics = dict(load_checkpoint(checkpoint).metrics)

@@ -31,8 +31,9 @@ def draw_comparison(dataset: CocoDataset, predictions: Sequence[Detections], ima
 
     Args:
         dataset: Images and annotations.
-        predictions: Detections in the first images of the data set, in source pixels.
-        image: PNG to write.
+        predictions: Detections in the first images of the data set, one item per image, in pixels
+            of the source image.
+        image: PNG file to write.
     """
     pairs = zip(dataset.records, predictions, strict=False)
     chosen = sorted(pairs, key=lambda pair: -len(pair[0].objects))[: 2 * _ROWS]
@@ -56,7 +57,7 @@ def draw_comparison(dataset: CocoDataset, predictions: Sequence[Detections], ima
 def _ground_truth_of(record: ImageRecord, dataset: CocoDataset) -> Detections:
     """Return an image's annotations as detections of score 1.
 
-    They are in pixels of the image enlarged for drawing.
+    Boxes and masks are in pixels of the enlarged image that is drawn.
     """
     size = (_ENLARGEMENT * record.height, _ENLARGEMENT * record.width)
     masks = [
@@ -78,7 +79,7 @@ def _ground_truth_of(record: ImageRecord, dataset: CocoDataset) -> Detections:
 
 
 def _enlarged(detections: Detections) -> Detections:
-    """Return the detections above `_MIN_SCORE`, in pixels of the image enlarged for drawing."""
+    """Return detections with scores above `_MIN_SCORE`, in pixels of the enlarged, drawn image."""
     indices = np.flatnonzero(detections.scores > _MIN_SCORE)
     rles = detections.rles or ()
     masks = [

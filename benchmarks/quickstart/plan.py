@@ -31,19 +31,19 @@ class PlannedStep(NamedTuple):
 
 
 class _TimeLeft(ProgressColumn):
-    """Column with the expected time until a step ends. The task's `total` is in seconds."""
+    """Progress column with the expected time until a step ends. `Task.total` is in seconds."""
 
     def render(self, task: Task) -> Text:
-        """Return the remaining time."""
+        """Return the expected remaining time of a task as text."""
         left = (task.total or 0) - (task.elapsed or 0)
         return Text(f"about {left:.0f} s left" if left > 0 else "takes longer than expected")
 
 
 def plan_steps(images: int, config: "TrainConfig") -> tuple[PlannedStep, ...]:
-    """Return the steps of a quickstart.
+    """Return the steps of a quickstart with their expected durations.
 
     Args:
-        images: Number of images to draw.
+        images: Number of synthetic images to draw for the data set.
         config: Configuration of the training.
     """
     trained = config.solver.max_iterations * config.solver.images_per_batch
@@ -78,7 +78,7 @@ def step(
     *,
     has_progress: bool = False,
 ) -> Iterator[None]:
-    """Print the title of a step before the block, and its duration afterwards.
+    """Print the title of a step before the block, and the step's duration afterwards.
 
     While the block runs, a terminal shows the time left.
 
@@ -102,7 +102,7 @@ def step(
 
 
 def next_commands(bundle: Path) -> dict[str, str]:
-    """Return the commands to type after a quickstart, by their purpose."""
+    """Return commands to type after a quickstart. The keys are the commands' purposes."""
     program = shlex.quote(_program())
     return {
         "To train on your own images (COCO, Roboflow, CVAT, LabelMe or YOLO)": (
@@ -118,7 +118,7 @@ def next_commands(bundle: Path) -> dict[str, str]:
 
 
 def _program() -> str:
-    """Return `maskrcnn`, or its path if the shell would not find it."""
+    """Return the command `maskrcnn`, or the path of its file if it is not on PATH."""
     if shutil.which("maskrcnn"):
         return "maskrcnn"
     path = Path(sys.executable).with_name("maskrcnn")

@@ -142,7 +142,10 @@ def serve(
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the default of --concurrency if no other load is given, or if --load needs it."""
+    """Add the default of --concurrency if no load is given, or if --load needs the default.
+
+    --load gives rates as fractions of the throughput at --concurrency.
+    """
     others = values["rates"] or values["streamed"] or values["http"]
     if not values["concurrencies"] and (values["loads"] or not others):
         return values | {"concurrencies": _CONCURRENCIES}
@@ -150,7 +153,7 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_serve_options(model: str, options: Sequence[str]) -> "ServeConfig":
-    """Parse options of `maskrcnn serve`. Raise `click.UsageError` if one is invalid."""
+    """Parse options of `maskrcnn serve`. Raise `click.UsageError` if an option is invalid."""
     from ...serving.commands.serve import config_from_options, serve
     from ...serving.config import ServeConfig
 
@@ -161,7 +164,7 @@ def _parse_serve_options(model: str, options: Sequence[str]) -> "ServeConfig":
 
 
 def _measure_bulk(bundle: Path, config: "ServeConfig", settings: "ServeSettings") -> "BulkResult":
-    """Measure the bundle without a server, in a new process, so that its memory is freed."""
+    """Measure bulk prediction with a bundle, without a server, in a new process."""
     from ..bulk.measure import BulkSettings, measure_bulk
     from ..common.processes import iterate_in_process
 
@@ -182,7 +185,7 @@ def _measure_bulk(bundle: Path, config: "ServeConfig", settings: "ServeSettings"
 
 
 def _print_results(results: "Iterable[ServeResult]") -> "list[ServeResult]":
-    """Print each result to stderr when it is complete, and return all."""
+    """Print each result to stderr when it is complete, and return all results."""
     from .record import describe_result
 
     collected = []

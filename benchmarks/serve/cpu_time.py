@@ -15,9 +15,10 @@ _MIN_SHARE: Final = 0.005
 
 
 def cpu_cells(result: ServeResult) -> tuple[str, ...]:
-    """Return cells for `CPU_COLUMNS`: cores of the server, and CPU milliseconds per image.
+    """Return a result's table cells, in the order of `CPU_COLUMNS`.
 
-    If the server was not measured, its cells are empty.
+    The first is the number of CPU cores that the server used. The others are CPU milliseconds per
+    image. If `result.server` is None, all cells but the clients' are empty.
     """
     clients = _milliseconds(result.client.total_cores, result)
     if result.server is None:
@@ -31,7 +32,7 @@ def cpu_cells(result: ServeResult) -> tuple[str, ...]:
 
 
 def thread_table(results: Sequence[ServeResult]) -> ResultTable:
-    """Return a table of the CPU time per image, by process and thread of the server."""
+    """Return a table of the server's CPU time per image, by load, process and thread."""
     return ResultTable(
         heading="CPU time by process and thread",
         columns=("load", "process", "thread", "threads", "CPU ms per image"),

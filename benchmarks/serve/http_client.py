@@ -12,19 +12,19 @@ _Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class HttpResponse(NamedTuple):
-    """Status code and body of a response."""
+    """Status code and body of an HTTP response."""
 
     status: int
     body: bytes
 
 
 class HttpClient:
-    """Client of one server with a connection per request in flight."""
+    """HTTP client of one server, with one connection per in-flight request."""
 
     # A general-purpose client would take more CPU time per request than the server.
 
     def __init__(self, address: str) -> None:
-        """Set the server's address, `host:port`. Requests open the connections."""
+        """Set the server's address, `host:port`, without opening a connection."""
         self._address = address
         self._host, _, self._port = address.rpartition(":")
         self._idle: list[_Connection] = []
@@ -51,7 +51,7 @@ class HttpClient:
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[_Connection]:
-        """Yield an idle or a new connection. It is reused later unless the context raises."""
+        """Yield an idle or a new connection, and keep it for reuse unless the block raises."""
         host = self._host.strip("[]")
         connection = (
             self._idle.pop() if self._idle else await asyncio.open_connection(host, self._port)

@@ -28,7 +28,7 @@ _PAUSE_S = 0.1
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """Clients that each send the next image when the previous one is answered."""
+    """Load by clients that each send an image when their previous image is answered."""
 
     clients: int
     # True: all clients of a process share one stream. False: a unary call per image.
@@ -37,14 +37,17 @@ class ClosedLoop:
 
 @dataclass(frozen=True)
 class HttpLoop(ClosedLoop):
-    """Closed loop over HTTP, with a connection per client."""
+    """Load by clients that each send an image over HTTP when their previous image is answered.
+
+    Each client has its own connection.
+    """
 
     path: str = "/v1/detect"
 
 
 @dataclass(frozen=True)
 class OpenLoop:
-    """Images sent at a given rate, whether or not previous ones are answered."""
+    """Load of images sent at a given rate, whether or not previous images are answered."""
 
     # Images per second.
     rate: float
@@ -56,9 +59,9 @@ Load = ClosedLoop | OpenLoop
 
 
 class LoadWindow(NamedTuple):
-    """Start, end of the warm-up, and end of a measurement, in seconds.
+    """Times of the first request, of the end of the warm-up, and of the end of a measurement.
 
-    The clock is `time.monotonic`, which all processes of a machine share.
+    Times are seconds of `time.monotonic`, a clock that all processes of a machine share.
     """
 
     # Time of the first request.
@@ -71,7 +74,7 @@ class LoadWindow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLoad:
-    """One client process's share of a load."""
+    """Share of a load that one client process sends, with server address, requests and times."""
 
     address: str
     load: Load
@@ -89,7 +92,7 @@ class ClientLoad:
 
 
 class RequestLog(NamedTuple):
-    """Outcome of one request. Times are on the monotonic clock."""
+    """Times and status of one request. Times are seconds of `time.monotonic`."""
 
     # Time at which the request should be sent. Latency counts from here, so that a late client does
     # not hide the wait.
@@ -122,15 +125,18 @@ _Detect = Callable[[bytes], Awaitable[_Outcome]]
 
 
 def send_load(load: ClientLoad) -> ClientLog:
-    """Send one process's share of a load, wait for all responses, and return the log.
+    """Send one client process's share of a load, wait for all responses, and return the log.
 
-    The process has its own connections: one for gRPC, or one per client for HTTP.
+    The process opens one gRPC connection, or one HTTP connection per client.
     """
     return asyncio.run(_send_load(load))
 
 
 def arrival_times(load: OpenLoop, share: ClientLoad) -> list[float]:
-    """Return the monotonic times at which a client process sends its share of an open loop."""
+    """Return the times at which one client process sends the images of its share of a load.
+
+    Times are seconds of `time.monotonic`.
+    """
     window = share.window
     if load.arrivals == "constant":
         total = int(load.rate * (window.end - window.begin))
@@ -168,7 +174,7 @@ async def _send_load(share: ClientLoad) -> ClientLog:
 
 @contextlib.asynccontextmanager
 async def _detecting(share: ClientLoad) -> AsyncIterator[_Detect]:
-    """Open the connections of a share. Yield a function that sends a request."""
+    """Open the connections of a client process. Yield a function that sends one request."""
     if isinstance(share.load, HttpLoop):
         with contextlib.closing(HttpClient(share.address)) as client:
             yield _http_detect(client, share.load.path, share.timeout_s)
@@ -197,7 +203,7 @@ def _http_detect(client: HttpClient, path: str, timeout_s: float) -> _Detect:
 
 
 def _unary_detect(channel: grpc.aio.Channel, share: ClientLoad) -> _Detect:
-    """Return a function that sends each request as a unary call."""
+    """Return a function that sends one request as a unary gRPC call."""
     call = channel.unary_unary(f"{_SERVICE}/Detect", None, pb.DetectResponse.FromString)
 
     async def detect(request: bytes) -> _Outcome:
@@ -210,9 +216,9 @@ def _unary_detect(channel: grpc.aio.Channel, share: ClientLoad) -> _Detect:
 
 
 def _stream_detect(channel: grpc.aio.Channel, share: ClientLoad) -> _Detect:
-    """Return a function that sends all requests over one stream.
+    """Return a function that sends one request over a gRPC stream that all its calls share.
 
-    Responses arrive in any order. If the stream breaks, all requests end with its status.
+    Responses arrive in any order. If the stream breaks, all requests end with the stream's status.
     """
     open_stream: Any = channel.stream_stream(
         f"{_SERVICE}/DetectStream", None, pb.DetectStreamResponse.FromString

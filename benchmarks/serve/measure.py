@@ -44,7 +44,7 @@ _START_LIMIT_S = 120.0
 
 
 class ServerStartError(Exception):
-    """The server ended before it was ready. The server's own message is on stderr."""
+    """The server process ended before it was ready. Its error message is on stderr."""
 
 
 class ServerProcess(NamedTuple):
@@ -57,7 +57,7 @@ class ServerProcess(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Loads to measure a server under, images to send, and durations."""
+    """Settings of the serving benchmark: loads, images to send, and durations."""
 
     # Number of clients of each closed loop with unary calls. A client has one request in flight.
     concurrencies: Sequence[int] = (1, 4, 16)
@@ -87,14 +87,14 @@ class ServeSettings:
     seed: int = 0
 
     def grpc_clients(self) -> Sequence[int]:
-        """Return the numbers of clients to measure with unary gRPC calls.
+        """Return the numbers of clients to measure with unary gRPC calls, in ascending order.
 
-        They include those of `http`, so that HTTP can be compared with gRPC.
+        The numbers in `http` are included, so that HTTP can be compared with gRPC.
         """
         return sorted({*self.concurrencies, *self.http})
 
     def encoded_images(self) -> Sequence[bytes]:
-        """Return the images to send."""
+        """Return the encoded images to send: `images` or, if it is empty, one image of noise."""
         return self.images or [noise_jpeg(_NOISE_SIZE)]
 
 
@@ -160,10 +160,10 @@ def measure_bundle(
 def measure_server(
     address: str, settings: ServeSettings, pid: int | None = None, http_address: str | None = None
 ) -> Iterator[ServeResult]:
-    """Measure the server at `host:port` under each load, closed loops first.
+    """Measure a running server under each load of `settings`, closed loops first.
 
     Args:
-        address: Address of the server.
+        address: gRPC address of the server, `host:port`.
         settings: Loads, images and durations.
         pid: Process ID of the server, to measure its resource use. None: do not measure it.
         http_address: Address of the server's HTTP port, for `settings.http`. None: measure no loads
@@ -203,7 +203,10 @@ class _ServerTarget(NamedTuple):
 
 
 def _target_at(address: str, settings: ServeSettings, pid: int | None) -> _ServerTarget:
-    """Check that the server answers the first image, and return it as the target of loads."""
+    """Check that a server answers a request with the first image.
+
+    Return the server's address and limits, and the requests to send.
+    """
     options = DetectionOptions(mask_format=settings.masks)
     images = settings.encoded_images()
     with DetectorClient(address, retries=0) as client:
@@ -241,7 +244,7 @@ def _measure(
 
 @contextmanager
 def _client_processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Start client processes, and yield their pool when all of them run."""
+    """Start `count` client processes, and yield their pool when all of them run."""
     context = get_context("spawn")
     with ProcessPoolExecutor(count, context, _await_all, (context.Barrier(count),)) as pool:
         list(pool.map(abs, range(count)))

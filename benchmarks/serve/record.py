@@ -102,7 +102,7 @@ def describe_result(result: ServeResult) -> str:
 def serve_goals(
     results: Sequence[ServeResult], max_delay_ms: float | None, bulk: BulkResult | None
 ) -> list[str]:
-    """Return sentences that compare results with the goals.
+    """Return sentences that compare results of the serving benchmark with this project's goals.
 
     If `max_delay_ms` or `bulk` is None, goals that depend on it are left out.
     """
@@ -129,7 +129,7 @@ def serve_goals(
 
 
 def _http_goals(own: Sequence[ServeResult]) -> list[str]:
-    """Return sentences that compare HTTP results with gRPC results of as many clients."""
+    """Return sentences that compare HTTP with gRPC at equal numbers of clients."""
     unary = closed_loops(own, streamed=False)
     rates = {r.load.clients: r.images_per_second for r in unary if isinstance(r.load, ClosedLoop)}
     goals = []
@@ -160,7 +160,7 @@ def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
 def _latency_goal(
     result: ServeResult, load: OpenLoop, best: ServeResult, max_delay_ms: float | None
 ) -> str:
-    """Return a sentence about latency, refusals and memory under an open loop."""
+    """Return a sentence on latency, refused requests and server memory under an open loop."""
     refused = _refused_requests(result)
     refusal = f"{refused} of {refused + result.requests} refused"
     if refused:
@@ -229,7 +229,10 @@ def _refusals(results: Sequence[ServeResult]) -> list[str]:
 
 
 def _memory_mib(result: ServeResult) -> tuple[float, float] | None:
-    """Return the server's median memory in the first and last fifth of the run, if known."""
+    """Return the server's median memory in MiB in the first and the last fifth of a measurement.
+
+    None: the server's memory was not measured.
+    """
     if result.server is None:
         return None
     memory = result.server.memory_mib
@@ -300,6 +303,6 @@ def _plot_times(axes: "Axes", results: Sequence[ServeResult]) -> None:
 
 
 def _ticks(results: Sequence[ServeResult]) -> list[str]:
-    """Return one tick label per load: its number of clients, or its images per second."""
+    """Return one tick label per result: the load's number of clients or images per second."""
     loads = [r.load for r in results]
     return [f"{o.rate:.1f}" if isinstance(o, OpenLoop) else f"{o.clients}" for o in loads]

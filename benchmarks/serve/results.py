@@ -13,7 +13,7 @@ from .load import ClientLog, ClosedLoop, HttpLoop, Load, LoadWindow, RequestLog
 
 
 class NoAnswerError(Exception):
-    """The server answered no request during a measurement."""
+    """The server answered no request with detections during a measurement."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class Refusals:
-    """Requests that ended without detections and with the same status."""
+    """Number and latency of the requests that ended without detections, with one status."""
 
     # Name of the gRPC status.
     status: str
@@ -88,9 +88,9 @@ def result_from_logs(
 
     Args:
         logs: Logs, one per client process.
-        load: Total load of all processes.
+        load: Total load of all client processes.
         window: Times of the measurement.
-        max_batch: Largest batch of the server.
+        max_batch: Maximum batch size of the server.
         server: Resource use of the server during the measurement. None: it is unknown.
 
     Raises:
@@ -136,7 +136,7 @@ def result_from_logs(
 def _by_outcome(
     requests: Sequence[RequestLog],
 ) -> tuple[list[RequestLog], dict[str, list[RequestLog]]]:
-    """Split requests into those answered with detections, and all others by status."""
+    """Return the requests that were answered with detections, and the other requests by status."""
     by_status = defaultdict(list)
     for request in requests:
         by_status[request.status].append(request)
@@ -150,29 +150,33 @@ def _latency_of(requests: Sequence[RequestLog]) -> Latency:
 def own_results(results: Sequence[ServeResult]) -> list[ServeResult]:
     """Return the results of the server under test, without those of a baseline server.
 
-    They are the results with the maximum batch size of the first result.
+    The server under test is that of the first result. A baseline server has another `max_batch`.
     """
     return [r for r in results if r.max_batch == results[0].max_batch]
 
 
 def fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeResult | None:
-    """Return the result with the highest throughput of all closed loops over gRPC.
+    """Return the result with the highest throughput among closed loops over gRPC.
 
-    `streamed` selects loops with streams or with unary calls. None: there is no such result.
+    If `streamed` is set, only loops with streams count, else only loops with unary calls. None:
+    `results` has no such loop.
     """
     closed = closed_loops(results, streamed=streamed)
     return max(closed, key=lambda r: r.images_per_second, default=None)
 
 
 def closed_loops(results: Sequence[ServeResult], *, streamed: bool) -> list[ServeResult]:
-    """Return the results of closed loops over gRPC, with streams or with unary calls."""
+    """Return the results of closed loops over gRPC: with streams if `streamed`, else unary."""
     loads = ((r, r.load) for r in results)
     # `isinstance` would include HttpLoop, which derives from ClosedLoop.
     return [r for r, load in loads if type(load) is ClosedLoop and load.streamed == streamed]
 
 
 def load_name(load: Load, best: ServeResult | None = None) -> str:
-    """Return a load's name: `16 clients` or, relative to the best result, `poisson 27/s (90%)`."""
+    """Return a load's name, such as `16 clients` or `poisson 27.0/s (90%)`.
+
+    The percentage is the load's rate relative to the throughput of `best`. None: no percentage.
+    """
     if isinstance(load, ClosedLoop):
         clients = counted(load.clients, "client")
         over_http = " over HTTP" if isinstance(load, HttpLoop) else ""

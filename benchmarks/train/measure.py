@@ -16,7 +16,7 @@ def measure_training(
     settings: TrainSettings,
     on_run: Callable[[TrainEngine, TrainPrecision], object] = lambda engine, precision: None,
 ) -> list[TrainResult]:
-    """Train each engine in each precision with each seed, every run in new processes.
+    """Train each model in each precision with each seed. Every run uses new processes.
 
     Args:
         config: Configuration to train. Its precision and number of iterations are ignored. Its seed
@@ -58,9 +58,9 @@ def measure_training(
 
 @contextmanager
 def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
-    """Yield the environment variables of each rank. A single process needs no variables.
+    """Yield the environment variables of each rank. They are empty if there is one process.
 
-    The TCP store that connects several ranks exists until the block ends.
+    The variables point to a TCP store that connects the ranks and exists until the block ends.
     """
     if processes == 1:
         yield [{}]

@@ -41,7 +41,7 @@ keeps its memory layout, and averages some losses over images instead of the bat
 
 
 def train_record(results: Sequence[TrainResult]) -> Record:
-    """Return a record of at least one run; all runs have the same number of steps."""
+    """Return a record of training runs, at least one, all with the same number of steps."""
     from ...model.losses import LOSS_NAMES
 
     first = results[0]
@@ -83,7 +83,7 @@ def train_record(results: Sequence[TrainResult]) -> Record:
 
 
 def _baseline(result: TrainResult, results: Sequence[TrainResult]) -> TrainResult | None:
-    """Return torchvision's result in the same precision with the same seed, if measured."""
+    """Return torchvision's result with the precision and seed of `result`. None: not measured."""
     key = ("torchvision", result.precision, result.seed)
     same = (r for r in results if (r.engine, r.precision, r.seed) == key)
     return next(same, None)
@@ -127,7 +127,7 @@ _Runs = dict[tuple[TrainPrecision, TrainEngine], list[TrainResult]]
 
 
 def _by_model(results: Sequence[TrainResult]) -> _Runs:
-    """Group runs by precision and model. Each group has one run per seed."""
+    """Group training runs by (precision, engine). Each group has one run per seed."""
     runs = defaultdict(list)
     for result in results:
         runs[result.precision, result.engine].append(result)
@@ -140,7 +140,7 @@ def _gpu_columns(gpu: GpuSteps) -> tuple[str, ...]:
 
 
 def _plot_loss(axes: "Axes", results: Sequence[TrainResult], index: int | None, name: str) -> None:
-    """Plot a smoothed curve of one loss per precision and model: the mean over the seeds.
+    """Plot one loss, averaged over the seeds, as a smoothed curve per precision and model.
 
     Args:
         axes: axes to draw into.

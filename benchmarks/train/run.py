@@ -32,7 +32,7 @@ _HOST_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Precisions, engines and numbers of steps of the runs."""
+    """Settings of the training benchmark: precisions, baselines, seeds and numbers of steps."""
 
     precisions: Sequence[TrainPrecision]
     # Steps of each run.
@@ -48,7 +48,7 @@ class TrainSettings:
 
 
 class GpuSteps(NamedTuple):
-    """Launch time, number of kernels, and NCCL time of a training step on a GPU."""
+    """Launch time on the host, number of kernels, and NCCL time of a training step on a GPU."""
 
     # Median time that the process needs to launch a step on an idle GPU.
     host_ms: float
@@ -108,7 +108,7 @@ def measure_rank(
 
     Args:
         config: Configuration of the run.
-        engine: Model to train.
+        engine: Model to train: this project's, with or without compilation, or torchvision's.
         settings: Numbers of steps, and whether to measure the average precision.
         environment: Environment variables of the rank. Empty if this is the only process.
 
@@ -196,7 +196,7 @@ def _measure_steps(
 def _average_precision(
     model: "MaskRCNN", config: "TrainConfig", categories: Sequence[Category], worker: "Worker"
 ) -> dict[str, float]:
-    """Return box and mask metrics of a model on the validation set."""
+    """Return COCO metrics of a model's boxes and masks on the validation set, by name."""
     from ...training.data.coco.dataset import CocoDataset
     from ...training.data.loading.loader import eval_loader
     from ...training.evaluation.evaluator import CocoEvaluator, evaluate_model
@@ -242,7 +242,7 @@ def communication_milliseconds(activities: Sequence[GpuActivity]) -> tuple[float
 
 
 class _StepTimer:
-    """Timer of consecutive steps that does not synchronise with the GPU."""
+    """Timer of consecutive training steps. It does not synchronise with the GPU at each step."""
 
     def __init__(self, device: "torch.device") -> None:
         self._on_gpu = device.type == "cuda"
@@ -251,7 +251,7 @@ class _StepTimer:
         self.mark()
 
     def mark(self) -> None:
-        """Record the time at which the work submitted so far is complete."""
+        """Record the time at which all work submitted to the device so far is complete."""
         if self._on_gpu:
             import torch
 

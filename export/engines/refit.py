@@ -1,4 +1,4 @@
-"""Refit: insertion of weights into engines that were built without them."""
+"""Refit: insertion of weights into engines that were built without weights."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from .inspection import load_engine
 
 
 def refit_bundle(bundle: Path) -> list[str]:
-    """Insert the weights of a bundle's ONNX files into its engines that have no weights.
+    """Insert the weights of a bundle's ONNX files into its engines that were built without weights.
 
     The engine files and the manifest are replaced. Engines with weights do not change.
 
