@@ -188,7 +188,10 @@ def copy_samples(samples: Iterable[Path], bundle: Path) -> None:
 
 
 def _model_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest entries that depend only on the checkpoint and this program's version."""
+    """Return those manifest entries that depend only on checkpoint and program version.
+
+    Two bundles of the same checkpoint and version have equal entries.
+    """
     own: Any = {"artifacts": True, "provenance": {"checkpoint", "exported_at"}}
     return manifest.model_dump(exclude=own)
 

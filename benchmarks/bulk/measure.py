@@ -177,7 +177,7 @@ def _measure_steps(
 def _measure_pipeline(
     backend: Backend, manifest: Manifest, images: Sequence[bytes], batch: int, seconds: float
 ) -> tuple[float, float]:
-    """Run bulk prediction for some seconds, with all steps running concurrently.
+    """Run bulk prediction for `seconds`, with all processing steps running concurrently.
 
     Returns:
         Images per second, and mean detections per image.

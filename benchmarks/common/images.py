@@ -84,7 +84,7 @@ def noise_jpeg(size: ShapeBucket) -> bytes:
 def photo_like_jpegs() -> list[bytes]:
     """Return 16 JPEGs of noisy colour gradients, 12 of 480x640 pixels and 4 of 640x480.
 
-    The seeds are fixed, so that the bytes are the same in every call.
+    Sizes are height x width. The seeds are fixed: every call returns the same bytes.
     """
     sizes = [(_SHORT, _LONG)] * _LANDSCAPES + [(_LONG, _SHORT)] * _PORTRAITS
     return [_photo_like_jpeg(seed, *size) for seed, size in enumerate(sizes)]

@@ -35,7 +35,7 @@ class ProcessError(Exception):
 
 @dataclass(frozen=True)
 class ThreadUsage:
-    """CPU use of all threads of a process that have the same name."""
+    """CPU use of those threads of a process that share one name."""
 
     # Number of the process: 0 for the measured process, then its descendants by ascending PID.
     process: int

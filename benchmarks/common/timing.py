@@ -88,7 +88,7 @@ def measure_durations(
 def measure_call_rate(
     enqueue: Callable[[], object], synchronize: Callable[[], object], count: int
 ) -> float:
-    """Return the calls per second of calls that are enqueued back to back, with a final wait.
+    """Enqueue calls back to back, wait once until all are complete, and return calls per second.
 
     Args:
         enqueue: Function to call. It may return before its work is complete.
@@ -140,7 +140,10 @@ class GpuTimer:
 
 
 def host_milliseconds(function: Callable[[], object]) -> float:
-    """Return the median milliseconds of a call with the GPU work it starts, on the host's clock."""
+    """Return the median milliseconds of a call, including GPU work that it starts.
+
+    The time is measured on the host's clock.
+    """
     import torch
 
     spans = []

@@ -42,7 +42,7 @@ class GpuActivity(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelTotal:
-    """Calls and total time of one kernel in a batch."""
+    """Number of calls and total time of one GPU kernel in a batch."""
 
     name: str
     count: int
@@ -51,7 +51,7 @@ class KernelTotal:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """GPU time of a batch by stage, from the batch's first kernel to the end of its last."""
+    """GPU time of a batch by model stage, from the first kernel's start to the last one's end."""
 
     engine: str
     precision: Precision

@@ -70,7 +70,7 @@ def pooling_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def gradient_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `pyramid_roi_align_backward` with the inputs of `pooling_cases`."""
+    """Yield cases of `pyramid_roi_align_backward` with the features and RoIs of `pooling_cases`."""
     for size, features, rois, attributes, torchvision, _ in _pooling_inputs(workload):
         grad = torch.ones_like(pyramid_roi_align(features, rois, *attributes))
         run = partial(pyramid_roi_align_backward, grad, features, rois, *attributes)

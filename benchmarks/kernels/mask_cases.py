@@ -145,7 +145,7 @@ def paste_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def compression_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `compress_runs`: 100 RLE masks per image, two runs per column of the mask."""
+    """Yield a case of `compress_runs`: 100 RLE masks per image, two runs per mask column."""
     count, columns = workload.count(100 * workload.batch), workload.image_width // 2
     zeros, ones = workload.randint(40, 2, count, columns).int() + workload.height // 2 - 20
     runs = torch.stack([zeros, ones], dim=2).flatten(1)

@@ -11,7 +11,7 @@ from ..common.timing import GpuTimer, host_milliseconds
 
 @dataclass(frozen=True)
 class KernelBaseline:
-    """Other implementation of a CUDA kernel's task. The kernel's time is compared with its time."""
+    """Other implementation of a CUDA kernel's task, timed for comparison with the kernel."""
 
     name: str
     run: Callable[[], object]

@@ -160,9 +160,9 @@ _LISTED_TENSOR = re.compile(
 
 
 def layers_from_listing(text: str) -> list[Layer]:
-    """Parse the list of layers in TensorRT-RTX's build log, one layer per line.
+    """Parse the list of an engine's layers in TensorRT-RTX's build log, one layer per line.
 
-    `layers_from_json` returns the same layers for an engine, but loading an engine needs a GPU.
+    This needs no GPU. `layers_from_json` gives the same layers, but needs a GPU to load the engine.
     """
     return [
         Layer(
