@@ -27,17 +27,17 @@ class CallContext(Protocol):
         """End the call with an error status. Always raises an exception."""
 
     def code(self) -> "grpc.StatusCode | None":
-        """Return the status code of `abort`. None: the call was not aborted."""
+        """Return the status code that `abort` was called with. None: the call was not aborted."""
 
     def details(self) -> str:
-        """Return the message of `abort`. Empty: the call was not aborted."""
+        """Return the message that `abort` was called with. Empty: the call was not aborted."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call a function with this context when the response has been sent or the call failed."""
+        """Call `callback` with this context once the response is sent or the call has failed."""
 
 
 class CallOutcome:
-    """Base class of our own `CallContext` classes. It stores a call's status and done callbacks."""
+    """Base class of this package's `CallContext` classes. Stores a call's status and callbacks."""
 
     def __init__(self) -> None:
         self._code: grpc.StatusCode | None = None
@@ -45,11 +45,11 @@ class CallOutcome:
         self._callbacks: list[Callable[[Any], None]] = []
 
     def code(self) -> "grpc.StatusCode | None":
-        """Return the status code of `abort`. None: the call was not aborted."""
+        """Return the status code that `abort` was called with. None: the call was not aborted."""
         return self._code
 
     def details(self) -> str:
-        """Return the message of `abort`. Empty: the call was not aborted."""
+        """Return the message that `abort` was called with. Empty: the call was not aborted."""
         return self._details
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:

@@ -1,4 +1,4 @@
-"""Child processes of the server: their start, logs, exit status and end with the server."""
+"""Child processes of the server: start, log forwarding, exit status, and end with the parent."""
 
 import contextlib
 import logging
@@ -52,7 +52,7 @@ class ChildProcess:
             main: Module-level function to run.
             arguments: Arguments of `main`: numbers, strings, None, and lists and tuples of these.
             handles: File descriptors that the process inherits, under the same numbers.
-            environment: Environment variables to set.
+            environment: Environment variables to set in addition to the parent's.
             cores: Indices of the CPU cores that the process may use. None: the parent's cores.
         """
         self._name = name
@@ -91,7 +91,7 @@ class ChildProcess:
         self._process.kill()
 
     def _forward_log(self) -> None:
-        """Log the child's records in this process until the child ends. Then complete `exited`."""
+        """Log the child's log records here until the child ends. Then set the future `exited`."""
         try:
             while record := self._log.recv():
                 logger = logging.getLogger(record.name)
@@ -108,7 +108,7 @@ class ChildProcess:
 
 @contextlib.contextmanager
 def _block_stop_signals() -> Iterator[None]:
-    """Block SIGINT, SIGTERM and SIGHUP within the context, also in processes started there."""
+    """Block SIGINT, SIGTERM and SIGHUP within the context. Processes started in it inherit this."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )
@@ -123,7 +123,7 @@ def attach_to_parent(log_handle: int, level: int, name: str) -> None:
 
     Args:
         log_handle: File descriptor of the connection that carries the log records.
-        level: Minimum level of serving's log records.
+        level: Minimum level of the log records of the package `serving`.
         name: Name of the process in top and ps.
     """
     name_thread(name)

@@ -69,7 +69,7 @@ DEFAULT_OPTIONS = DetectionOptions()
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Durations of a request's stages in the server, in microseconds, and its batch size."""
+    """Durations of an image's processing stages in microseconds, and the size of its batch."""
 
     # Decoding, resizing and padding.
     decode_us: int = 0
@@ -85,7 +85,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Detections:
-    """N detections of one image by descending score.
+    """N detections of one image, in descending order of score.
 
     Coordinates and sizes are in pixels of the source image after its EXIF rotation.
     """

@@ -64,7 +64,7 @@ class StoppingError(ServingError):
 
 
 class ClientError(ServingError):
-    """Base class of the errors that our clients raise."""
+    """Base class of the errors that this package's Python clients raise."""
 
 
 class RefusedError(ClientError):

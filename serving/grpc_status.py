@@ -117,7 +117,7 @@ def _encoded_size(character: str) -> int:
 
 
 def _clear_tracebacks(error: Exception) -> None:
-    """Clear the tracebacks of an error, its causes, its contexts and its group members."""
+    """Clear the tracebacks of an error, its causes and contexts, and exceptions grouped in it."""
     # gRPC keeps the error in a reference cycle until the next garbage collection. The frames of a
     # traceback would keep the request's image in memory for that long.
     pending: list[BaseException | None] = [error]

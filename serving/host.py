@@ -1,4 +1,4 @@
-"""Properties of this machine: GPUs and installed packages; names of threads."""
+"""GPUs and installed packages of this machine, thread names, and messages to systemd."""
 
 import contextlib
 import os
@@ -84,7 +84,7 @@ def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
 
 
 def name_thread(name: str) -> None:
-    """Set the name of the calling thread in top, ps and the benchmarks: up to 15 characters."""
+    """Set the calling thread's name, up to 15 characters, for top, ps and the benchmarks."""
     # Python itself does this only from 3.14 on.
     with contextlib.suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)

@@ -119,7 +119,7 @@ def scheduling_from_request(request: pb.DetectRequest, peer: str, model: str) ->
 
 
 def encode_detections(detections: Detections) -> bytes:
-    """Serialise detections as a `DetectResponse` without ID and timing (see `response_bytes`)."""
+    """Serialise detections as a `DetectResponse`. `response_bytes` adds its ID and timing."""
     response = pb.DetectResponse(height=detections.height, width=detections.width)
     if detections.rles is not None:
         # Serialising the detections by hand takes half the time of building messages, which matters
@@ -195,7 +195,7 @@ def _class_fields(label: int, class_name: str, category_id: int) -> bytes:
 
 @lru_cache(maxsize=1 << 14)
 def _headers(detection: int, rle: int, counts: int) -> tuple[bytes, bytes, bytes]:
-    """Return the tag and length that precede a serialised detection, its `rle`, and its `counts`.
+    """Return the headers (tag and length) of a serialised detection, its `rle`, and its `counts`.
 
     Args:
         detection: Size in bytes of the detection's fields other than `rle`.
@@ -226,7 +226,7 @@ def response_bytes(response: TimedResponse[bytes], request_id: str) -> bytes:
 
 
 def stream_response_bytes(response: bytes, request_id: str) -> bytes:
-    """Serialise a `DetectStreamResponse` that holds a serialised `DetectResponse`."""
+    """Wrap a serialised `DetectResponse` in a serialised `DetectStreamResponse` with an ID."""
     header = pb.DetectStreamResponse(id=request_id).SerializeToString()
     return b"".join((header, _RESPONSE_TAG, _varint(len(response)), response))
 
@@ -292,7 +292,7 @@ def model_response(
     precisions: Sequence[str],
     config: ServeConfig,
 ) -> pb.GetModelResponse:
-    """Return the response to GetModel."""
+    """Return the response to the RPC `GetModel`: the model's description and server limits."""
     return pb.GetModelResponse(
         name=manifest.model_name,
         provenance=pb.Provenance(**manifest.provenance.model_dump()),

@@ -104,8 +104,9 @@ async def detection_server(
 ) -> AsyncIterator[str]:
     """Serve one or more bundles within the context. On exit, finish the in-flight requests.
 
-    The health service reports NOT_SERVING until the models are warmed up, after the context's exit,
-    and while the first model is unloaded or no worker process of its default precision is up.
+    The health service reports NOT_SERVING until the models are warmed up and after the context's
+    exit. It also does so while the first model is unloaded, or has no running worker process in its
+    default precision.
 
     Args:
         models: Exported bundle folder, or the bundles and names of several models.
@@ -119,7 +120,7 @@ async def detection_server(
         BundleError: a bundle is missing or damaged, or lacks a precision of `config`.
         BackendError: the backend does not run on this machine or with the configured batch sizes.
         ServingError: the server cannot listen on its address, a certificate, key or token file is
-            invalid, a package of an extra is missing, or two models have the same name.
+            invalid, an optional package is not installed, or two models have the same name.
     """
     _check_http_packages(config)
     check_ports(config)
@@ -185,8 +186,8 @@ async def _accepting(
     """Accept requests over gRPC and, if there is an HTTP server, over HTTP within the context.
 
     Yields:
-        Function that rejects new requests and waits for in-flight ones, up to its argument in
-        seconds.
+        Function that rejects new requests and waits for in-flight ones. Its argument is the maximum
+        wait in seconds.
     """
 
     async def stop(grace_s: float) -> None:

@@ -116,7 +116,7 @@ class Backend(Protocol):
         """Input sizes that `infer` accepts."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Compute a batch of each size up to `max_batch` (see `batch_sizes`), for each bucket.
+        """Run the model on a batch of each size in `batch_sizes(max_batch)`, for each bucket.
 
         The first requests then need not wait for compilation or memory allocation. The method
         raises the same errors as `infer`.
@@ -125,7 +125,7 @@ class Backend(Protocol):
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
-        """Compute the model for a batch of one bucket.
+        """Run the model on a batch of images that are padded to the input size `bucket`.
 
         Args:
             bucket: One of `buckets`.
@@ -137,7 +137,7 @@ class Backend(Protocol):
             Outputs for the B images, in host memory.
 
         Raises:
-            BundleError: the masks do not have the shape that the manifest states.
+            BundleError: the output masks do not have the shape that the bundle's manifest states.
         """
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class DeviceBackend(Backend, Protocol[Array]):
-    """Backend that can also compute batches that are in its device's memory already."""
+    """Backend that also accepts batches that are already in the memory of its device."""
 
     def infer_on_device(
         self, bucket: ShapeBucket, images: Array, image_sizes: Array
@@ -162,5 +162,5 @@ class DeviceBackend(Backend, Protocol[Array]):
             New tensors on the device, valid once the stream has run the queued work.
 
         Raises:
-            BundleError: the masks do not have the shape that the manifest states.
+            BundleError: the output masks do not have the shape that the bundle's manifest states.
         """

@@ -68,11 +68,11 @@ class CudaBindingsDriver:
         _call("cuCtxSynchronize")
 
     def new_memory(self, size: int) -> "_Memory":
-        """Allocate GPU memory."""
+        """Allocate `size` bytes of GPU memory; 1 byte if `size` is 0."""
         return _Memory(size)
 
     def new_pinned_memory(self, size: int) -> "_PinnedMemory":
-        """Allocate pinned host memory."""
+        """Allocate `size` bytes of pinned host memory; 1 byte if `size` is 0."""
         return _PinnedMemory(size)
 
     def new_stream(self) -> "_Stream":

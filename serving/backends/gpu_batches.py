@@ -64,11 +64,11 @@ class BatchRunner:
     """
 
     def __init__(self, driver: GpuDriver, sizes: Mapping[str, int], depth: int) -> None:
-        """Allocate pinned and GPU memory for `depth` batches. The GPU must be current.
+        """Allocate pinned and GPU memory for `depth` batches. The CUDA context must be current.
 
         Args:
             driver: Interface to CUDA's driver.
-            sizes: Buffer size of each tensor in bytes, by name.
+            sizes: Buffer size in bytes, by tensor name.
             depth: Maximum number of in-flight batches. Further calls of `run` wait.
         """
         self._driver = driver
@@ -84,11 +84,11 @@ class BatchRunner:
     def run(
         self, inputs: Mapping[str, NDArray[Any]], specs: Mapping[str, TensorSpec], launch: Launch
     ) -> dict[str, NDArray[Any]]:
-        """Compute a batch and wait for it. Thread-safe. The GPU must be current.
+        """Compute a batch and wait for it. Thread-safe. The CUDA context must be current.
 
         Args:
-            inputs: Input arrays by name. If a spec has more rows than its array, the additional
-                rows are zero.
+            inputs: Input arrays by name. If the shape in `specs` has more rows than an array, the
+                additional rows are zero.
             specs: Shape and dtype of each input and output by name.
             launch: Function that queues the computation. It is called by one thread at a time.
 
@@ -112,6 +112,9 @@ class BatchRunner:
             yield self._stream.handle
 
     def close(self) -> None:
-        """Release memory and streams. No batch may be in flight, and the GPU must be current."""
+        """Release memory and streams. No batch may be in flight.
+
+        The CUDA context must be current.
+        """
         self._driver.synchronize()
         self._resources.close()

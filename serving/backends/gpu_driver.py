@@ -17,7 +17,7 @@ class Memory(Protocol):
         """Address on the GPU."""
 
     def close(self) -> None:
-        """Release the memory. The GPU must be current."""
+        """Release the memory. The CUDA context must be current."""
 
 
 class PinnedMemory(Protocol):
@@ -25,20 +25,20 @@ class PinnedMemory(Protocol):
 
     @property
     def array(self) -> NDArray[Any]:
-        """The memory as uint8. It must not be used after `close`."""
+        """The memory as a uint8 array. It must not be used after `close`."""
 
     def close(self) -> None:
-        """Release the memory. The GPU must be current."""
+        """Release the memory. The CUDA context must be current."""
 
 
 class Event(Protocol):
     """CUDA event: a position in a stream."""
 
     def is_done(self) -> bool:
-        """Return whether the GPU has passed the recorded position."""
+        """Return whether the GPU has finished all work queued before the event was recorded."""
 
     def close(self) -> None:
-        """Release the event. The GPU must be current."""
+        """Release the event. The CUDA context must be current."""
 
 
 class Stream(Protocol):
@@ -49,10 +49,10 @@ class Stream(Protocol):
         """CUDA's handle of the stream."""
 
     def record(self, event: Any) -> None:
-        """Record an event after the work that has been queued."""
+        """Record an event after all work that has been queued on this stream so far."""
 
     def wait(self, event: Any) -> None:
-        """Make work that is queued on this stream later wait for an event of another stream."""
+        """Make all work queued on this stream after this call wait for another stream's event."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
         """Queue a copy from pinned memory to the GPU address `address`."""
@@ -61,11 +61,14 @@ class Stream(Protocol):
         """Queue a copy from the GPU address `address` to pinned memory."""
 
     def close(self) -> None:
-        """Release the stream. The GPU must be current."""
+        """Release the stream. The CUDA context must be current."""
 
 
 class GpuDriver(Protocol):
-    """Interface to CUDA's driver. Call all methods except `current` while the GPU is current."""
+    """Interface to CUDA's driver. Call methods within the context manager that `current` returns.
+
+    Only `current` itself may be called outside of it.
+    """
 
     def current(self) -> AbstractContextManager[None]:
         """Make GPU 0 current in this thread: push its CUDA context, and pop it at the end.

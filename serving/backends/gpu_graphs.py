@@ -16,9 +16,9 @@ _THREAD_LOCAL = 1
 class LaunchGraphs:
     """Cache of CUDA graphs by key. A graph replays the GPU work that was queued for its key.
 
-    The first launch of a key runs without a graph, because libraries load their code then, which
-    cannot be captured. The launch is captured right afterwards, and later launches replay the
-    graph. If a capture fails, a warning is logged, and new keys run without a graph.
+    The first launch of a key runs without a graph, because libraries load their code during it, and
+    loading cannot be captured. The launch is captured right afterwards, and later launches replay
+    the graph. If a capture fails, a warning is logged, and no more graphs are captured.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class LaunchGraphs:
         self._captures = True
 
     def launch(self, key: Hashable, stream: int, queue: Callable[[], None]) -> None:
-        """Queue work on a stream, by replaying its graph if there is one.
+        """Queue work on a stream: replay the graph of `key` if there is one, else call `queue`.
 
-        Call this method from one thread at a time. The GPU must be current.
+        Call this method from one thread at a time. The CUDA context must be current.
 
         Args:
             key: Key that identifies the work with all its shapes and addresses.
@@ -56,7 +56,7 @@ class LaunchGraphs:
             _log.warning("batches are launched without CUDA graphs, which is slower: %s", reason)
 
     def close(self) -> None:
-        """Release the graphs. No graph may be in flight, and the GPU must be current."""
+        """Release the graphs. No graph may be in flight. The CUDA context must be current."""
         while self._graphs:
             self._call("cuGraphExecDestroy", self._graphs.popitem()[1])
 

@@ -130,11 +130,11 @@ def choose_backend(
 ) -> BackendChoice:
     """Return the backend that `load_backend` would load, without loading it.
 
-    If `name` is `torch`, nothing is checked: not the machine, and not the bundle's artifacts.
+    If `name` is `torch`, neither the machine nor the bundle's artifacts are checked.
 
     Raises:
         BundleError: the bundle has no artifact for the backend `name` in the precision.
-        BackendError: no backend has this name, or the artifacts do not run on this machine.
+        BackendError: no backend has the name `name`, or the artifacts do not run on this machine.
     """
     if name != "auto" and name not in _KINDS:
         raise BackendError(f"there is no backend {name!r}; choose from auto, {', '.join(_KINDS)}")

@@ -56,8 +56,8 @@ class OnnxRuntimeBackend:
         """Load the bundle's ONNX models of a precision.
 
         Raises:
-            BundleError: the bundle has no such model, or a file is missing, damaged, or has other
-                inputs than the manifest states.
+            BundleError: the bundle has no model of this precision, or a model's file is missing or
+                damaged, or its inputs differ from the manifest.
             BackendError: the GPU has too little free memory.
         """
         self._manifest = manifest
@@ -97,12 +97,12 @@ class OnnxRuntimeBackend:
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
-        """Compute the model for a batch of images [B, 3, H, W] of one bucket.
+        """Run the model on a batch of images [B, 3, H, W], padded to the input size `bucket`.
 
-        `image_sizes` [B, 2] are their heights and widths before padding.
+        `image_sizes` [B, 2] are the images' heights and widths before padding.
 
         Raises:
-            BundleError: the masks do not have the shape that the manifest states.
+            BundleError: the output masks do not have the shape that the bundle's manifest states.
             BackendError: the GPU has too little free memory for this batch size.
         """
         session, inputs = self._prepare(bucket, images, image_sizes)
@@ -163,7 +163,7 @@ class OnnxRuntimeBackend:
     def _inputs(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> dict[str, NDArray[Any]]:
-        """Return a batch as the model's inputs by name, in their dtypes."""
+        """Return a batch as the model's inputs by name, converted to the inputs' dtypes."""
         arrays = (images.astype(self._dtypes[bucket], copy=False), image_sizes)
         return dict(zip(INPUT_NAMES, arrays, strict=True))
 
@@ -181,8 +181,8 @@ class OnnxRuntimeBackend:
         """Create a GPU session for one batch size, and run it so that its memory is allocated.
 
         Raises:
-            BackendError: the GPU has too little free memory, even without the bucket's sessions
-                for smaller batches.
+            BackendError: the GPU has too little free memory, even after the bucket's sessions for
+                smaller batches are released.
         """
         # ONNX Runtime uses the first convolution algorithm that cuDNN returns, whatever its
         # workspace: without tensor cores that was 36 GB for one convolution of eight images.
@@ -262,8 +262,8 @@ def cuda_options(precision: Precision, memory_bound: int | None) -> dict[str, st
 
     Args:
         precision: Precision of the model.
-        memory_bound: Memory limit of the session in bytes. The session uses cuDNN's fastest
-            algorithms within it. None: no limit, and algorithms that need little memory.
+        memory_bound: GPU memory limit of the session in bytes. The session then uses the fastest
+            cuDNN algorithms. None: no limit, but cuDNN algorithms that need little memory.
     """
     # The option `enable_cuda_graph` is not set, because ONNX Runtime cannot capture a model with
     # the operator `Loop`, and non-maximum suppression (`NmsKeep`) uses one.

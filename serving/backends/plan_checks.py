@@ -66,7 +66,7 @@ class PlanTarget(NamedTuple):
 
 
 def probe_machine(kind: EngineKind) -> PlanTarget:
-    """Return the properties of this machine that decide which plans of a kind run on it.
+    """Return the properties of this machine that decide which plans of an engine kind run on it.
 
     Raises:
         BackendError: the machine has no GPU, or a Python module is missing.
@@ -90,12 +90,12 @@ def probe_machine(kind: EngineKind) -> PlanTarget:
 def check_plans(
     kind: EngineKind, artifacts: Sequence[Artifact], machine: PlanTarget, plan_bytes: int
 ) -> None:
-    """Check plans against a machine by their manifest entries, without loading them.
+    """Check whether plans run on a machine, by their manifest entries and without loading them.
 
     Args:
         kind: Engine kind of the artifacts.
         artifacts: Plans that are loaded together.
-        machine: The machine.
+        machine: Properties of the machine, from `probe_machine`.
         plan_bytes: Total size of the plan files in bytes. The plans need at least as much GPU
             memory.
 

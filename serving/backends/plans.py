@@ -36,8 +36,8 @@ def cache_path(plan_hashes: Iterable[str]) -> Path:
 class RuntimeCache:
     """Cache of the kernels that TensorRT-RTX compiles for this GPU, shared by a backend's engines.
 
-    It only saves time: TensorRT-RTX rejects entries of another machine or version and compiles
-    again, and an unreadable or unwritable file is ignored.
+    The cache only saves time. TensorRT-RTX rejects entries of another machine or version and
+    compiles the kernels again. An unreadable or unwritable file is ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class RuntimeCache:
     def config_for(self, engine: Any) -> Any:
         """Return a runtime configuration that uses the cache, for an `ICudaEngine`.
 
-        The GPU must be current.
+        The CUDA context must be current.
         """
         config = engine.create_runtime_config()
         if self._cache is None:
@@ -63,7 +63,7 @@ class RuntimeCache:
         write_cached(self._path, bytes(self._cache.serialize()))
 
     def close(self) -> None:
-        """Release TensorRT-RTX's cache. The GPU must be current."""
+        """Release TensorRT-RTX's cache. The CUDA context must be current."""
         self._cache = None
 
 
@@ -88,7 +88,7 @@ class PlanRuntime:
 
         Args:
             path: Plan file.
-            is_version_compatible: Whether the plan contains a runtime of its own.
+            is_version_compatible: Whether the plan contains code that runs it in newer versions.
 
         Raises:
             BackendError: the runtime rejects the plan. The message contains the reason.
@@ -130,7 +130,7 @@ class PlanRuntime:
             remedy: Remedy in the error message if `remedy_from_reason` does not know the error.
 
         Raises:
-            BackendError: the call failed. The message contains the first error logged meanwhile.
+            BackendError: `call` failed. The message has the first error logged during the call.
         """
         returned, raised = None, ""
         with errors_of(self.trt) as errors:
@@ -172,7 +172,7 @@ class Plan:
     def __init__(
         self, runtime: PlanRuntime, path: Path, artifact: Artifact, max_batch: int
     ) -> None:
-        """Load a plan and create its execution contexts. The GPU must be current.
+        """Load a plan and create its execution contexts. The CUDA context must be current.
 
         The constructor queues work on the GPU. The caller must wait for this work before the first
         batch.
@@ -203,7 +203,7 @@ class Plan:
         return tuple(self._batches)
 
     def batch_for(self, count: int) -> int:
-        """Return the smallest batch size that holds `count` images.
+        """Return the smallest of the plan's batch sizes that holds `count` images.
 
         Raises:
             BackendError: `count` exceeds the largest batch size.
@@ -217,7 +217,7 @@ class Plan:
         )
 
     def specs(self, batch: int) -> dict[str, TensorSpec]:
-        """Return shape and dtype of each input and output at a batch size, by name."""
+        """Return shape and dtype of each input and output by name, for one of `batches`."""
         return self._batches[batch].specs
 
     def use_scratch(self, address: int, size: int) -> None:
@@ -286,17 +286,17 @@ class Plan:
 def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int, int]:
     """Choose the batch sizes of a plan, and the TensorRT optimization profile of each.
 
-    The sizes are those of `batch_sizes`. A size below its profile's minimum becomes that minimum.
+    The sizes are `batch_sizes(max_batch)`. A size below its profile's minimum becomes that minimum.
 
     Args:
-        profiles: Profiles of the plan.
+        profiles: Optimization profiles of the plan, each for a range of batch sizes.
         max_batch: Maximum batch size.
 
     Returns:
-        Index of the profile by batch size, in ascending order of size.
+        Index in `profiles` by batch size, in ascending order of batch size.
 
     Raises:
-        BackendError: the largest batch exceeds every profile.
+        BackendError: `max_batch` exceeds the maximum of every profile.
     """
     largest = max(profile.max for profile in profiles)
     if max_batch > largest:

@@ -62,11 +62,11 @@ class PycudaDriver:
         cuda.Context.synchronize()
 
     def new_memory(self, size: int) -> "_PycudaMemory":
-        """Allocate GPU memory."""
+        """Allocate `size` bytes of GPU memory; 1 byte if `size` is 0."""
         return _PycudaMemory(size)
 
     def new_pinned_memory(self, size: int) -> "_PycudaPinnedMemory":
-        """Allocate pinned host memory."""
+        """Allocate `size` bytes of pinned host memory; 1 byte if `size` is 0."""
         return _PycudaPinnedMemory(size)
 
     def new_stream(self) -> "_PycudaStream":

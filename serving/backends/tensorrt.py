@@ -46,11 +46,13 @@ class TensorRTBackend:
     ) -> None:
         """Load the bundle's plans of a precision and engine kind.
 
-        Before, the caller checks with `check_plans` that the plans run on this machine.
+        The caller must first check with `check_plans` that the plans run on this machine.
 
         Raises:
-            BundleError: the bundle has no such plan, or a file is missing or damaged.
-            BackendError: a plan fails to load or lacks batches of `max_batch`, or memory runs out.
+            BundleError: the bundle has no plan of this precision and kind, or a plan's file is
+                missing or damaged.
+            BackendError: a plan fails to load or does not support batches of `max_batch` images, or
+                memory runs out.
         """
         self.name: EngineKind = kind
         self._manifest = manifest
@@ -86,7 +88,8 @@ class TensorRTBackend:
     def warm_up(self, max_batch: int) -> None:
         """Run the plan of every bucket at each of the plan's batch sizes.
 
-        With TensorRT, this captures the CUDA graphs. The method raises the same errors as `infer`.
+        With TensorRT, but not with TensorRT-RTX, this captures the CUDA graphs. The method raises
+        the same errors as `infer`.
         """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
@@ -99,13 +102,13 @@ class TensorRTBackend:
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
-        """Compute the model for a batch of images [B, 3, H, W] of one bucket.
+        """Run the model on a batch of images [B, 3, H, W], padded to the input size `bucket`.
 
-        `image_sizes` [B, 2] are their heights and widths before padding.
+        `image_sizes` [B, 2] are the images' heights and widths before padding.
 
         Raises:
-            BackendError: the batch is too large, or the runtime fails.
-            BundleError: the masks do not have the shape that the manifest states.
+            BackendError: the batch exceeds the plan's largest batch size, or TensorRT fails.
+            BundleError: the output masks do not have the shape that the bundle's manifest states.
         """
         plan = self._plans[bucket]
         batch = plan.batch_for(len(images))
@@ -150,7 +153,10 @@ class TensorRTBackend:
             self._plans[artifact.bucket] = Plan(runtime, path, artifact, max_batch)
 
     def _reserve_memory(self, resources: ExitStack) -> None:
-        """Allocate the GPU memory that all plans share: scratch memory, and buffers of batches."""
+        """Allocate the GPU memory that all plans share: scratch memory, and input/output buffers.
+
+        `resources` releases the memory.
+        """
         plans = self._plans.values()
         scratch = max(plan.scratch_bytes for plan in plans)
         sizes: dict[str, int] = {}
@@ -172,6 +178,6 @@ class TensorRTBackend:
             resources.callback(self._driver.synchronize)
 
     def _allocate(self, sizes: Mapping[str, int], resources: ExitStack) -> None:
-        """Allocate buffers of these sizes in bytes, by name of the tensor."""
+        """Allocate input and output buffers. `sizes` are in bytes, by tensor name."""
         runner = BatchRunner(self._driver, sizes, self.concurrency)
         self._batches = resources.enter_context(closing(runner))

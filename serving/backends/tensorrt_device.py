@@ -19,8 +19,8 @@ class TensorRTDeviceBackend(TensorRTBackend):
     def warm_up(self, max_batch: int) -> None:
         """Run the plan of every bucket at each of the plan's batch sizes.
 
-        With TensorRT, this captures the CUDA graphs. The method raises the same errors as
-        `infer_on_device`.
+        With TensorRT, but not with TensorRT-RTX, this captures the CUDA graphs. The method raises
+        the same errors as `infer_on_device`.
         """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
@@ -45,8 +45,8 @@ class TensorRTDeviceBackend(TensorRTBackend):
             New tensors on the GPU, valid once the current stream has run the queued work.
 
         Raises:
-            BackendError: the batch is too large, or the runtime fails.
-            BundleError: the masks do not have the shape that the manifest states.
+            BackendError: the batch exceeds the plan's largest batch size, or TensorRT fails.
+            BundleError: the output masks do not have the shape that the bundle's manifest states.
         """
         plan, count = self._plans[bucket], len(images)
         batch = plan.batch_for(count)

@@ -46,8 +46,8 @@ class TorchBackend:
             max_batch: Maximum batch size.
 
         Raises:
-            BundleError: the bundle has no such program, or a file is missing, damaged, or has other
-                inputs than the manifest states.
+            BundleError: the bundle has no program of this precision, or a program's file is
+                missing or damaged, or its inputs differ from the manifest.
             BackendError: the GPU has too little memory.
         """
         on_gpu = torch.cuda.is_available()
@@ -94,13 +94,13 @@ class TorchBackend:
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
-        """Compute the model for a batch of images [B, 3, H, W] of one bucket.
+        """Run the model on a batch of images [B, 3, H, W], padded to the input size `bucket`.
 
-        `image_sizes` [B, 2] are their heights and widths before padding.
+        `image_sizes` [B, 2] are the images' heights and widths before padding.
 
         Raises:
-            BackendError: the batch is larger than `max_batch`, or memory runs out.
-            BundleError: the masks do not have the shape that the manifest states.
+            BackendError: the batch is larger than the backend's `max_batch`, or memory runs out.
+            BundleError: the output masks do not have the shape that the bundle's manifest states.
         """
         inputs = torch.from_numpy(images), torch.from_numpy(image_sizes)
         if self.device == "cpu":
@@ -127,8 +127,8 @@ class TorchBackend:
             New tensors on the device, valid once the stream has run the queued work.
 
         Raises:
-            BackendError: the batch is larger than `max_batch`, or memory runs out.
-            BundleError: the masks do not have the shape that the manifest states.
+            BackendError: the batch is larger than the backend's `max_batch`, or memory runs out.
+            BundleError: the output masks do not have the shape that the bundle's manifest states.
         """
         if len(images) > self._max_batch:
             raise BackendError(

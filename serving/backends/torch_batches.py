@@ -44,7 +44,7 @@ class GraphedProgram:
             bucket: Height and width of the program's input images.
             dtype: Dtype of the program's input images.
             max_batch: Maximum batch size.
-            pool: Pool of CUDA graph memory, shared with programs that never run at the same time.
+            pool: CUDA graph memory pool. Programs that share it must not run at the same time.
         """
         self._program = program
         self._sizes = batch_sizes(max_batch)
@@ -83,7 +83,7 @@ class GraphedProgram:
 
 
 class BatchSlot:
-    """GPU tensors of one in-flight batch, and the stream of its copies from and to the host."""
+    """GPU tensors of one in-flight batch, and the stream that copies from and to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -107,12 +107,12 @@ class BatchSlot:
         self._loaded.wait()
 
     def keep(self, outputs: Sequence[Tensor]) -> None:
-        """Store the batch's outputs, which the current stream computes, for `copy_out`."""
+        """Store the batch's outputs for `copy_out`. The current stream computes them."""
         self._outputs = outputs
         self._computed.record()
 
     def copy_out(self) -> list[NDArray[Any]]:
-        """Wait for the outputs and copy them to the host."""
+        """Wait for the outputs that `keep` stored, and return copies of them on the host."""
         with torch.cuda.stream(self._stream):
             self._computed.wait()
             hosts = []
