@@ -100,7 +100,8 @@ class AsyncDetectorClient(Connection):
         Arguments and errors: see `DetectorClient.stream`.
 
         Yields:
-            The index of an image, and its detections or the server's error, in order of completion.
+            For each image, in order of completion: its index in `images` from 0, and its detections
+            or the server's error.
         """
         indices = itertools.count()
         requests = DeferredErrors(

@@ -84,7 +84,7 @@ class Connection:
         Args:
             address: `host:port` of the server, or a gRPC target with a scheme, such as `dns:` or
                 `unix:`.
-            timeout_s: Deadline of a request in seconds, at most `DAY_S`, all retries included.
+            timeout_s: Deadline of a request in seconds, all retries included, at most one day.
                 Streams have no deadline.
             retries: Maximum number of retries if the server is overloaded or unreachable; see
                 `channel_options`.
@@ -133,15 +133,15 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
     """Return the options of a channel: retries, round-robin load balancing, keepalive.
 
     gRPC retries a request that the server rejects as overloaded, or that reaches no server. The
-    first pause is 0.1 s, and each further pause is three times as long, with 20 % jitter. Requests
-    alternate between the addresses of a host name.
+    first pause is 0.1 s, and each further pause is three times as long, with 20 % jitter. If a host
+    name has several addresses, requests alternate between them.
 
     Args:
         retries: Maximum number of retries of a request, 0..MAX_RETRIES.
         keepalive_s: Idle seconds before a connection with an open call sends a keepalive ping, at
             least 1; infinity disables pings. If no answer comes within 20 s, the connection is
-            closed. A gRPC server disconnects clients that ping too often; ours allows a ping every
-            10 s.
+            closed. A gRPC server disconnects clients that ping too often; this package's server
+            allows a ping every 10 s.
 
     Raises:
         ValueError: A value is out of range.
@@ -191,7 +191,7 @@ def channel_state(channel: grpc.Channel) -> grpc.ChannelConnectivity:
 
 
 def _is_cancelled_task(error: BaseException) -> bool:
-    """Return whether `error` cancels the current task, and not only its gRPC call."""
+    """Return whether `error` means that the current task, not only its gRPC call, was cancelled."""
     if not isinstance(error, asyncio.CancelledError):
         return False
     task = asyncio.current_task()

@@ -98,8 +98,8 @@ class DetectorClient(Connection):
 
         Raises:
             ValueError: `concurrency` is less than 1. Raised by the call itself.
-            TypeError: An image is not an `ImageSource`. This error and any error of `images` are
-                raised after the outcomes of the preceding images.
+            TypeError: An image is not an `ImageSource`. This error, and any error that iterating
+                over `images` raises, is raised after the outcomes of the preceding images.
             AccessError: The server denies access to this client.
             ClosedError: The client is closed.
             ClientError: `concurrency` consecutive requests got no response, so the server counts
@@ -120,13 +120,15 @@ class DetectorClient(Connection):
         gRPC iterates over `images` in another thread.
 
         Yields:
-            The index of an image, and its detections or the server's error, in order of completion.
+            For each image, in order of completion: its index in `images` from 0, and its detections
+            or the server's error.
 
         Raises:
             ClosedError: The client is closed.
-            ClientError: The stream broke.
-            Exception: An error of `images`, or an error of `detect` that occurs before the request
-                is sent. It is raised after the outcomes of the preceding images.
+            ClientError: The gRPC stream failed.
+            Exception: Iterating over `images` raised this error, or an image cannot be sent, for
+                example because its file is unreadable (OSError) or it is not an `ImageSource`
+                (TypeError). Raised after the outcomes of the preceding images.
         """
         requests = DeferredErrors(
             self._request(options, scheduling, image, str(index))

@@ -1,4 +1,4 @@
-"""Helpers of both clients: image encoding, size limits, and errors of many requests."""
+"""Helpers of the sync and async clients: image encoding, size limits, and error handling."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from io import BytesIO
@@ -43,8 +43,8 @@ def request_from_image(
 
     Raises:
         TypeError: `image` is not an `ImageSource`.
-        RefusedError: The array is empty or not of shape [H, W, 3], or the file is in another
-            format, or a damaged BMP or TIFF; status INVALID_ARGUMENT.
+        RefusedError: The array is empty or not of shape [H, W, 3], or the image file is too large,
+            in an unsupported format, or a damaged BMP or TIFF. The status is INVALID_ARGUMENT.
         OSError: The file cannot be read.
     """
     return request_from_options(_encoded_image(image), options, scheduling, request_id)
@@ -83,7 +83,7 @@ def _check_pixels(image: Any) -> None:
 
 
 def is_large(request: pb.DetectRequest) -> bool:
-    """Return whether a request exceeds 4 MiB, gRPC's default limit. If so, call `check_size`."""
+    """Return whether a request exceeds 4 MiB, gRPC's default limit. If True, use `check_size`."""
     return request.ByteSize() > _UNCHECKED_BYTES
 
 
@@ -126,7 +126,7 @@ def outcome_from_stream_response(
 
 
 class DeferredErrors(Generic[_T]):
-    """Iterator over another iterable. At the iterable's first error, it ends without raising.
+    """Wrapper of an iterable. If the iterable raises an error, the iteration ends without raising.
 
     `check` raises the error later, so that the caller can deliver the results of the preceding
     items first. If a stream's request iterator raised an error itself, gRPC would drop both the
@@ -134,7 +134,7 @@ class DeferredErrors(Generic[_T]):
     """
 
     def __init__(self, items: Iterable[_T] | AsyncIterable[_T]) -> None:
-        """Wrap an iterable. A sync iterable supports both `for` and `async for`."""
+        """Wrap an iterable. If it is sync, the wrapper supports both `for` and `async for`."""
         self._items = items
         self._error: Exception | None = None
 
@@ -181,14 +181,14 @@ class LostServerCheck:
 
         Args:
             limit: Consecutive requests without a response after which the server counts as lost.
-            state: Function that returns the state of the channel.
+            state: Function that returns the connectivity of the client's gRPC channel.
         """
         self._limit = limit
         self._state = state
         self._unanswered = 0
 
     def check(self, outcome: ImageOutcome) -> ImageOutcome:
-        """Return the outcome of the next request, or raise it if further requests are pointless.
+        """Count and return the next request's outcome. Raise it if more requests are pointless.
 
         Raises:
             AccessError: The server denies access to this client.

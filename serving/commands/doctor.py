@@ -144,10 +144,11 @@ def doctor(tensorrt: bool, first: int) -> None:
 
 
 def _check_requirements() -> None:
-    """Check that the steps can run here, before they train a model and write files.
+    """Check that the steps of `doctor --tensorrt` can run on this machine and in this folder.
 
     Raises:
-        click.ClickException: There is no GPU, or the current folder is not a checkout.
+        click.ClickException: There is no GPU, or the current folder is not a checkout of the
+            repository.
     """
     if not gpu_names():
         raise click.ClickException(
@@ -166,7 +167,8 @@ def run_steps(steps: Sequence[FirstRunStep], report: Path, first: int = 1) -> bo
 
     Args:
         steps: The steps.
-        report: Folder for the outputs of the steps, and for `machine.txt` on GPU and packages.
+        report: Output folder. It gets a file with the output of each step, and `machine.txt` with
+            the GPU and the package versions.
         first: Number of the first step to run, from 1.
     """
     report.mkdir(parents=True, exist_ok=True)
@@ -189,7 +191,10 @@ def run_steps(steps: Sequence[FirstRunStep], report: Path, first: int = 1) -> bo
 
 
 def _run(step: FirstRunStep) -> tuple[str, str]:
-    """Run the commands of a step. Return their output, and the reason of a failure or ""."""
+    """Run the commands of a step. Return their output, and why the step failed ("" if it passed).
+
+    The command `pip` is not run; the versions of the installed packages are its output.
+    """
     output = ""
     for command in step.commands:
         program, *words = shlex.split(command)

@@ -1,4 +1,4 @@
-"""Check results and their display, and the machine's checks for `doctor` and `serve --doctor`."""
+"""Types and display of check results, and checks of this machine (`doctor`, `serve --doctor`)."""
 
 import platform
 from collections.abc import Iterable, Mapping

@@ -16,7 +16,7 @@ def bundle_for_backend(
     precisions: Sequence[Precision] = (),
     buckets: Sequence[ShapeBucket] = (),
 ) -> Path:
-    """Return the bundle of a model reference, exported for a backend if it is not a bundle yet.
+    """Return the bundle of a model reference. A checkpoint or a named model is exported first.
 
     Args:
         reference: Model reference; see `bundle_from_reference`. The path of a bundle's manifest
@@ -27,8 +27,8 @@ def bundle_for_backend(
         buckets: Input sizes to export. Empty: the model's own input sizes.
 
     Raises:
-        ZooError: The zoo does not have the model, or this program does not support it.
-        DownloadError: The download failed, or the file has another checksum.
+        ZooError: The model zoo does not have the model, or this package does not support it.
+        DownloadError: The download failed, or the checksum of the downloaded file is wrong.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
     """
     path = Path(reference)

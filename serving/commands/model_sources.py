@@ -49,14 +49,17 @@ def _sources_of(argument: str, config: ServeConfig) -> list[ModelSource]:
 
 
 def _models_in(folder: Path) -> list[Path]:
-    """Return the folders of the models in a repository; none if `folder` is not a repository."""
+    """Return the model folders in a model repository; empty if `folder` is not a repository."""
     if not folder.is_dir() or (folder / MANIFEST_NAME).exists():
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and versions_in(path))
 
 
 def _checked(name: str, reference: str | Path) -> str:
-    """Return the name of a model. Raise `click.UsageError` if it is invalid."""
+    """Return `name` if it is a valid model name. Otherwise raise `click.UsageError`.
+
+    The error message shows the model reference `reference` in an example.
+    """
     if not re.fullmatch(MODEL_NAME, name):
         raise click.UsageError(
             f"{name!r} is not a model name; use letters, digits, '.', '_' and '-', as in "

@@ -48,10 +48,11 @@ def config_options(command: _Command) -> _Command:
 
 
 def config_from_options(values: dict[str, Any]) -> ServeConfig:
-    """Return the configuration with the option values of the current command.
+    """Return the server settings, given the current command's option values by name.
 
     Raises:
-        click.UsageError: A value is invalid, or an environment variable is an unknown setting.
+        click.UsageError: A value is invalid, or an environment variable `MASKRCNN_...` does not
+            name a setting.
     """
     _check_environment()
     try:

@@ -59,14 +59,15 @@ def diagnose(
 def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
     """Return the maximum total size in bytes of the request messages that a server holds at once.
 
-    The size of a message is its serialised size. A parsed message takes several times as much
-    memory until its image is decoded. With one model, up to half of the messages are parsed.
+    `models` is the number of served models. The size of a message is its serialised size. A parsed
+    message takes several times as much memory until its image is decoded. With one model, up to
+    half of the messages are parsed.
     """
     return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
 
 
 def _messages_per_slot(models: int) -> int:
-    """Return the maximum number of request messages in memory per admission slot."""
+    """Return the maximum number of request messages in memory per slot, given `models` models."""
     # Per model: an in-flight request, and one that waits for a slot. In addition: messages that are
     # being received, whose model is not known yet.
     return 2 * models + MESSAGES_PER_SLOT
@@ -228,7 +229,7 @@ async def _start(models: Sequence[ModelSource], config: ServeConfig) -> None:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect the warnings and errors that are logged within the context, and do not print them."""
+    """Collect the texts of warnings and errors logged within the context. Do not print them."""
     warnings: list[str] = []
 
     class _Collector(logging.Handler):
@@ -247,7 +248,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _error_text(error: Exception) -> str:
-    """Return the message of an error, preceded by its type if that is not of this package."""
+    """Return an error's message, after its type unless it is a BundleError or ServingError."""
     own = isinstance(error, (BundleError, ServingError))
     return str(error) if own else f"{type(error).__name__}: {error}"
 

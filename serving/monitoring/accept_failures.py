@@ -15,16 +15,19 @@ _BURST_END_S: Final = 10.0
 
 
 class AcceptFailures:
-    """Log of failures to accept connections, with one warning per burst. Thread-safe."""
+    """Log of failures to accept connections, with one warning per burst of failures. Thread-safe.
+
+    A burst ends after 10 s without a failure.
+    """
 
     def __init__(self) -> None:
         self._latest = -_BURST_END_S
         self._lock = threading.Lock()
 
     def report(self, error: BaseException) -> bool:
-        """Return whether `error` is a lack of resources, such as of file descriptors.
+        """Return whether `error` reports a lack of resources, such as file descriptors.
 
-        Log a warning for the first such error of a burst.
+        If so, and it is the first such error of a burst, log a warning.
         """
         if not isinstance(error, OSError) or error.errno not in _SHORTAGES:
             return False

@@ -24,11 +24,11 @@ class _Sample:
         self._omitted = 0
 
     def take(self) -> int | None:
-        """Decide whether the next line is logged.
+        """Decide whether the caller may log a line.
 
         Returns:
-            Number of lines that were omitted since the last logged line. None: the caller must omit
-            the next line too.
+            Number of lines that were omitted since the last logged line. None: the caller must not
+            log the line.
         """
         second = int(time.monotonic())
         if second != self._second:

@@ -36,11 +36,11 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def name_call(client_id: str) -> str:
-    """Set and return the ID that the log records of the current task show.
+    """Set the ID that log records of the current asyncio task show, and return this ID.
 
     Args:
-        client_id: ID that the client sent for the call. If it is empty or invalid, the call gets a
-            random ID.
+        client_id: ID that the client sent for the call. If it is empty or invalid, a random ID is
+            used.
     """
     call_id = client_id if client_id and _ID.fullmatch(client_id) else token_hex(16)
     request_id.set(call_id)
@@ -48,13 +48,13 @@ def name_call(client_id: str) -> str:
 
 
 def name_request(message_id: str) -> None:
-    """Append a request's own ID, if it is valid, to the call ID of the current task."""
+    """Append a request's ID, if valid, to the ID that the current task's log records show."""
     if message_id and _ID.fullmatch(message_id):
         request_id.set(f"{request_id.get()}/{message_id}")
 
 
 def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
-    """Log to stderr: serving at `level` and above, other packages at WARNING and above."""
+    """Log to stderr: package `serving` at `level` and above, others at WARNING and above."""
     _reopen_closed_streams()
     handler = _BackgroundHandler()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())

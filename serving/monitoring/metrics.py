@@ -43,7 +43,7 @@ _Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Values of the label `reason` for a failed request, in our metric and in Triton's."""
+    """Values of the label `reason` of a failed request, in our own and in Triton's metric."""
 
     # For our metric maskrcnn_rejected_total.
     name: str
@@ -114,7 +114,7 @@ class ModelStatistics:
                 _add(self._batch_durations.setdefault(size, _no_durations()), durations)
 
     def count_failure(self, elapsed_s: float, reason: str) -> None:
-        """Count a request that failed after `elapsed_s` seconds for one of `TRITON_REASONS`."""
+        """Count a request that failed after `elapsed_s` s. `reason`: one of `TRITON_REASONS`."""
         with self._lock:
             self._failures[reason] += 1
             self._fail_us += round(elapsed_s * 1e6)
@@ -240,7 +240,7 @@ class Metrics:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Count the bundle reload within the context: as a failure if it raises, else a success."""
+        """Count the bundle reload that runs within the context, as a failure if it raises."""
         result = "failure"
         try:
             yield

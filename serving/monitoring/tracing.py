@@ -49,7 +49,7 @@ class Tracer:
             context: Context of the request.
 
         Yields:
-            Function to be called with the status code of the response.
+            Function to be called with the HTTP status code of the response.
         """
         return nullcontext(lambda status: None)
 

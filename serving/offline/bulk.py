@@ -53,8 +53,8 @@ def detect_many(
         max_batch: Maximum number of images in a batch.
         max_pixels: Maximum number of pixels of an image. Larger images are rejected.
         apply_orientation: Apply the rotation in the images' EXIF data.
-        threads: Maximum number of batches that are decoded at once. The same limit applies to
-            batches that are encoded.
+        threads: Maximum number of batches in decoding at once. The same limit applies separately to
+            batches in mask encoding.
 
     Returns:
         Generator of the detections or the error of each image, in order. Closing it cancels the
@@ -94,7 +94,7 @@ def run_in_batches(
 
     Args:
         entries: Images, or the errors of invalid ones. The thread that consumes the results
-            iterates over them.
+            iterates over `entries`.
         steps: Processing steps of a backend, from `batch_steps`.
         max_batch: Maximum number of images in a batch.
 
@@ -122,7 +122,7 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
         backend: Backend that computes the model.
         manifest: Manifest of the backend's bundle.
         threads: Maximum number of batches that `HostSteps` decode at once. The same limit applies
-            to batches that they encode.
+            separately to batches whose masks they encode.
     """
     if isinstance(backend, DeviceBackend):
         # Imported here because other backends must not load torch.
@@ -136,7 +136,7 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
 
 
 class _Pipeline:
-    """Threads that compute batches, each one batch at a time."""
+    """Pool of threads that process batches. Each thread processes one batch at a time."""
 
     def __init__(self, steps: BatchSteps) -> None:
         self._steps = steps
@@ -184,7 +184,10 @@ class _BatchQueue:
         return len(self._queue)
 
     def put(self, entry: BatchEntry) -> None:
-        """Append an image, or the error of an invalid one. If the image fills a batch, start it."""
+        """Append an image, or an invalid image's error. If its batch is now full, start the batch.
+
+        Images of equal input size share a batch.
+        """
         if isinstance(entry, ImageError):
             self._queue.append(entry)
             return
@@ -201,7 +204,7 @@ class _BatchQueue:
 
     @property
     def is_due(self) -> bool:
-        """Whether to call `get`: the oldest image is finished, or too many images are queued."""
+        """Whether to call `get` now: the oldest image is done, or the queue exceeds its limit."""
         if len(self._queue) > _BATCHES_AHEAD * self._max_batch:
             return True
         if not self._queue or isinstance(self._queue[0], ImageError):
@@ -210,7 +213,10 @@ class _BatchQueue:
         return outcomes is not None and outcomes.done()
 
     def get(self) -> Outcome:
-        """Remove the oldest image and wait for its outcome. Start its batch if necessary."""
+        """Remove the oldest image, and wait for and return its outcome. Start its batch if needed.
+
+        The outcome is the image's detections or its error.
+        """
         oldest = self._queue.popleft()
         if isinstance(oldest, ImageError):
             return oldest

@@ -19,7 +19,7 @@ from .bulk import detect_many
 
 
 class Detector:
-    """A bundle loaded for detection in this process. Results equal those of the server.
+    """Detector that runs a bundle in this process. Its results equal those of the server.
 
     `Detector(bundle)(images)` returns the detections of several images. A context manager that
     releases the model.
@@ -77,7 +77,7 @@ class Detector:
             The detections of each image, in order.
 
         Raises:
-            ImageError: An image is invalid. `detect_many` continues with the others instead.
+            ImageError: An image is invalid. (`detect_many` yields the error and continues.)
             TypeError: `images` is one image, not several.
             BackendError: The detector is closed.
         """

@@ -219,7 +219,7 @@ class _RayDetector:
 def _with_bytes(
     stores: Sequence[pyarrow.fs.FileSystem], row: dict[str, Any]
 ) -> dict[str, str | bytes]:
-    """Return a row with the content of its image, or with the error of reading it."""
+    """Read the image that a row locates. Return its path, and its content or the error message."""
     path = row["path"]
     try:
         return {"path": path, "bytes": read_image(stores[row["store"]], path), "error": ""}
@@ -231,7 +231,7 @@ def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RayS
     """Count the images and the failed images in the results.
 
     Raises:
-        ServingError: The number of rows differs from the number of images.
+        ServingError: The results do not have `images` rows.
     """
     rows = written.count_rows()
     if rows != images:
@@ -273,7 +273,7 @@ def _write_detections(
 def _detections(
     images: StoredImages, detector: dict[str, Any], batch_size: int
 ) -> ray.data.Dataset:
-    """Return a lazy Ray data set of the results. Its execution reads the images and detects."""
+    """Return a lazy Ray data set of the results. Executing it reads images and detects objects."""
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = int(resources.get("GPU", 0))
     # The files are not read by Ray's own reader, which skips hidden files and stops at unreadable

@@ -164,7 +164,7 @@ def _family(
     labels: Sequence[str],
     values: Mapping[Any, float],
 ) -> Metric:
-    """Return a metric family. The keys of `values` are tuples of label values."""
+    """Return a metric family. The keys of `values` are tuples of values of `labels`, in order."""
     family = kind(name, documentation, labels=labels)
     for key, value in sorted(values.items()):
         family.add_metric(key, value)
@@ -250,7 +250,7 @@ class GpuCollector(Collector):
 
 
 def _gpu_values(gpu: Any) -> dict[str, float]:
-    """Return a GPU's values by metric name, without those that the driver does not report."""
+    """Return a GPU's metric values by name. Values that the driver does not report are omitted."""
     values = {}
     for name, (_, read) in _GPU_VALUES.items():
         with _skip_errors(name):

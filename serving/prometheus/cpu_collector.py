@@ -20,7 +20,7 @@ class CpuCollector(Collector):
         self._utilization = 0.0
 
     async def run(self) -> None:
-        """Measure the CPU utilisation every two seconds until cancelled. Triton does the same."""
+        """Measure the CPU utilisation every two seconds, as Triton does, until cancelled."""
         before = _cpu_times()
         while True:
             await asyncio.sleep(_INTERVAL_S)

@@ -16,7 +16,7 @@ def image_ids(paths: Sequence[Path]) -> list[int | str]:
     """Return the COCO image ID of each file: its name without suffix, as an int if it is decimal.
 
     If files would have the same ID, such as `cat.jpg` and `cat.png`, their names with suffixes are
-    the IDs.
+    used instead.
     """
     ids = [int(path.stem) if path.stem.isdecimal() else path.stem for path in paths]
     counts = Counter(ids)

@@ -38,7 +38,7 @@ def annotated_png(data: bytes, detections: Detections) -> bytes:
         detections: Detections of that image. Only RLE masks are drawn.
 
     Raises:
-        ImageError: invalid image, or it has more pixels than the image of `detections`.
+        ImageError: `data` is invalid, or its image has more pixels than `detections` states.
     """
     image = decode_image(data, max_pixels=detections.height * detections.width)
     _draw_masks(image, detections)
@@ -115,7 +115,10 @@ def _draw_label(
     colour: Colour,
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
 ) -> None:
-    """Write a text on a filled box above `corner` (x, y), shifted into the canvas of `size`."""
+    """Write a text on a filled box above `corner` (x, y in pixels).
+
+    The box is shifted so that it lies within the canvas, whose width and height are `size`.
+    """
     _, _, right, bottom = draw.textbbox((2, 2), text, font=font)
     width, height = right + 2, bottom + 2
     x = max(0.0, min(corner[0], size[0] - width))

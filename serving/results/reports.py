@@ -32,13 +32,14 @@ _OTHER_SUFFIXES = frozenset({".avif", ".gif", ".heic", ".heif", ".jp2", ".jxl"})
 
 
 def image_files(sources: Sequence[Path]) -> list[Path]:
-    """Return the given files, whatever their suffix, and the image files of the given folders.
+    """Return all files among `sources`, and the image files in all folders among `sources`.
 
-    In folders, images of other formats are skipped, and subfolders are not read. Standard error
-    then names some skipped images, and each folder whose images are all in subfolders.
+    Files among `sources` are returned whatever their suffix. In folders, subfolders are not
+    searched, and files are skipped unless their suffix is in `IMAGE_FILE_SUFFIXES`. Messages on
+    standard error name skipped images of other formats, and folders with images only in subfolders.
 
     Raises:
-        click.UsageError: There are no images, or two would have the same image ID in the results.
+        click.UsageError: There are no images, or two images would have the same COCO image ID.
     """
     files: dict[Path, None] = {}
     for source in sources:
@@ -65,7 +66,7 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
 
 
 def _report_skipped(names: Sequence[str]) -> None:
-    """Print the number of skipped images, and the names of the first ones."""
+    """Print the number of skipped images and the names of the first three to standard error."""
     if names:
         shown = ", ".join(names[:_FAILURES_SHOWN])
         more = ", ..." if len(names) > _FAILURES_SHOWN else ""
@@ -74,7 +75,7 @@ def _report_skipped(names: Sequence[str]) -> None:
 
 
 def _report_nested(folder: Path) -> None:
-    """If subfolders of a folder contain images, print that they are not read, with an example."""
+    """If subfolders contain images, print one's path and that images in subfolders are not read."""
     path = next(filter(is_image_file, folder.rglob("*")), None)
     if path is not None:
         click.echo(f"{folder}: images in subfolders, such as {path}, are not read", err=True)
@@ -117,15 +118,15 @@ def write_report(
     Call this function from the main thread.
 
     If an error, SIGTERM or SIGHUP ends the run early, the COCO results so far are written. If no
-    image has succeeded, the results of an earlier run stay.
+    image has succeeded, the COCO file of an earlier run is not overwritten.
 
     Args:
         files: The image files.
         outcomes: Detections or error of each image, in the same order.
         folder: Output folder, created if missing.
         formats: `pictures`: a PNG of each image with its detections. `coco`: one file of COCO
-            results. `numpy`: an NPZ of each image with the arrays of `arrays_from_detections`. The
-            files of images with equal `image_ids` would overwrite each other.
+            results. `numpy`: an NPZ of each image with the arrays of `arrays_from_detections`. If
+            two images have the same ID (see `image_ids`), one's output overwrites the other's.
 
     Raises:
         click.ClickException: Some images failed. The results of the others are written.
@@ -167,7 +168,7 @@ class _Report:
         self._detections = 0
 
     def add(self, path: Path, outcome: Detections | Exception) -> str:
-        """Write the detections of an image. Return an error message, or an empty string."""
+        """Write the detections of an image. Return an error message, or "" if all is written."""
         self._done += 1
         if not isinstance(outcome, Detections):
             return _failure_message(outcome)
@@ -194,7 +195,7 @@ class _Report:
     def finish(self) -> None:
         """Write the COCO results and print the totals, unless all images failed.
 
-        If the run ended early, print how far it came.
+        If the run ended early, first print the number of images that were processed.
         """
         if self._done < len(self._ids):
             images = counted(len(self._ids), "image")

@@ -27,7 +27,7 @@ class ImageRequest(NamedTuple):
 
 
 class DeviceRequest(NamedTuple):
-    """Input of an end-to-end engine: the request for one image, and the response encoder."""
+    """Input, for one image, of an engine that decodes images and encodes responses itself."""
 
     request: ImageRequest
     encoder: ResponseEncoder
@@ -73,9 +73,9 @@ class BatchSteps(Protocol):
 
 
 class StepChain:
-    """Steps that each batch passes in the thread that calls this object. Thread-safe.
+    """Callable that runs all steps on a batch in the calling thread. Thread-safe.
 
-    In each step, there are at most as many batches at once as the step allows.
+    At most `Step.threads` batches are in a step at once; further batches wait.
     """
 
     # One thread per batch, not one per step: fewer threads then compete for the GIL.
@@ -84,7 +84,7 @@ class StepChain:
         self._steps = [(step.run, BoundedSemaphore(step.threads)) for step in steps.steps]
 
     def __call__(self, requests: Sequence[ImageRequest]) -> list[Outcome]:
-        """Return the outcomes of a batch of one input size."""
+        """Run the steps on a batch of one input size. Return each image's detections or error."""
         batch: Any = requests
         for run, free in self._steps:
             with free:
@@ -136,7 +136,7 @@ class Engine(Protocol[Item, Result]):
         """
 
     def compute(self, items: Sequence[Item]) -> Sequence[Result]:
-        """Return one result per item of a batch. All items have the same shape bucket.
+        """Compute a batch of items with the same shape bucket. Return one result per item.
 
         Arrays in the items are valid only during the call.
         """

@@ -24,14 +24,15 @@ _USUAL_CHARACTERS_PER_RUN: Final = 2
 def scales_and_limits(
     sizes: NDArray[np.int64], source_sizes: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return the factors that scale boxes to the source images, and the limits that clip them.
+    """Return factors that scale boxes from resized to source images, and limits that clip them.
 
     Args:
         sizes: [B, 2], height and width of the resized images.
         source_sizes: [B, 2], height and width of the source images.
 
     Returns:
-        [2, B, 1, 4]: factors of xyxy, and upper limits of xyxy in pixels of the source images.
+        [2, B, 1, 4]. Index 0: factors of xyxy. Index 1: upper limits of xyxy in pixels of the
+        source images.
     """
     # In NumPy, because torch would launch ten kernels on the GPU.
     corners, limits = (
@@ -85,11 +86,12 @@ def encode_masks(masks: MaskBatch, run_capacity: int, capacity: int) -> EncodedM
 
     Args:
         masks: Masks on any device.
-        run_capacity: Buffer size in runs per mask.
+        run_capacity: Buffer size in RLE runs per mask.
         capacity: Buffer size in RLE characters per mask.
 
     Returns:
-        The encoded masks. If a mask exceeds a buffer, its text is not valid; see `selected_rles`.
+        The encoded masks. If a mask exceeds a buffer, its RLE is invalid until `selected_rles`
+        encodes it again.
     """
     images, depth = masks.boxes.shape[:2]
     runs, num_runs = paste_rle(
@@ -115,7 +117,7 @@ def selected_rles(
 ) -> list[list[bytes]]:
     """Return the COCO RLE `counts` of selected masks, for each image of a batch.
 
-    Masks that did not fit the buffers of `encode_masks` are encoded again in larger ones.
+    Masks that did not fit the buffers of `encode_masks` are encoded again in larger buffers.
 
     Args:
         masks: Masks of the batch, on a device.
@@ -144,7 +146,7 @@ def selected_rles(
 
 
 def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp], run_capacity: int) -> list[bytes]:
-    """Encode masks of at most `run_capacity` runs each, and return their COCO RLE `counts`.
+    """Encode masks of at most `run_capacity` RLE runs each, and return their COCO `counts`.
 
     `chosen` are flat indices of masks in the batch: image * D + detection.
     """

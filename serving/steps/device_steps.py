@@ -1,6 +1,6 @@
 """Processing of batches on the GPU: image files in, encoded masks out.
 
-Decoding, padding, the model and mask pasting run in a CUDA stream each, so that these steps of
+Decoding, padding, the model and mask pasting each have a CUDA stream, so that these steps of
 successive batches overlap. A batch's tensors are freed after its last step, when no stream uses
 them. Decoded images can be large, so they are freed as soon as they are padded.
 """
@@ -79,9 +79,10 @@ class DeviceSteps:
         Args:
             backend: Backend that computes the model.
             manifest: Manifest of the backend's bundle.
-            run_capacity: Buffer size in runs per mask; see `_RUN_CAPACITY`.
-            longest_pause_s: Longest pause between polls for the end of a batch. Short pauses take
-                more CPU time.
+            run_capacity: Size of the mask encoder's buffer, in RLE runs per mask. Masks with more
+                runs are encoded again in a larger buffer.
+            longest_pause_s: Longest pause, in seconds, between polls for the end of a batch. Short
+                pauses take more CPU time.
         """
         self._longest_pause_s = longest_pause_s
         self._backend = backend
@@ -266,7 +267,7 @@ class DeviceSteps:
 
 
 def _kept_rows(batch: PastedBatch, row: int, entry: BatchEntry) -> NDArray[np.intp]:
-    """Return the indices of an image's detections to keep. Empty for an invalid image."""
+    """Return the indices of the detections to keep in image `row`. Empty for an invalid image."""
     if isinstance(entry, ImageError):
         return np.zeros(0, np.intp)
     count, _, scores, _ = (array[row] for array in batch.detections)

@@ -80,7 +80,7 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
 
 
 def file_for_device(image: PlannedImage) -> bytes | memoryview | None:
-    """Return the content of the image's file. None: the device cannot decode the image."""
+    """Return the encoded image for the device to decode. None: the device cannot decode it."""
     suits = image.header.is_plain_jpeg and math.prod(image.source_size) <= _MAX_DEVICE_PIXELS
     return image.source if suits and isinstance(image.source, (bytes, memoryview)) else None
 
@@ -89,8 +89,8 @@ def pixels_from_host(image: PlannedImage) -> Tensor | ImageError:
     """Decode and resize an image on the CPU.
 
     Returns:
-        [3, h, w] on the CPU, float32 with the resize rule `torchvision`, else uint8; or the error
-        of an invalid image.
+        [3, h, w] on the CPU: float32 if the resize rule is `torchvision`, else uint8. If the image
+        is invalid, the error.
     """
     try:
         pixels = resized_pixels(image)
@@ -119,5 +119,5 @@ def upright_pixels(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor 
 
 @functools.lru_cache(maxsize=16)
 def _warn_once(reason: str) -> None:
-    """Log an error of the device's decoder. Cached, because it may occur for every image."""
+    """Log a warning with the device decoder's error. Cached, so that repeated errors log once."""
     _log.warning("decoding the image on the CPU; the GPU decoder cannot: %s", reason)

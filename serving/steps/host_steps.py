@@ -145,8 +145,8 @@ class HostSteps:
         Args:
             backend: Backend that computes the model.
             manifest: Manifest of the backend's bundle.
-            threads: Maximum number of batches that are decoded at once. The same limit applies to
-                batches that are encoded.
+            threads: Maximum number of batches in decoding at once. The same limit applies
+                separately to batches in mask encoding.
         """
         self._backend = backend
         self._manifest = manifest

@@ -76,7 +76,7 @@ def detections_from_outputs(
 
 
 def kept_rows(scores: NDArray[np.float32], options: DetectionOptions) -> NDArray[np.intp]:
-    """Return the indices of the detections to keep, given scores [N] in descending order."""
+    """Return the indices of the detections that `options` select. `scores` [N] must descend."""
     return np.flatnonzero(scores > options.score_threshold)[: options.max_detections]
 
 
@@ -134,9 +134,9 @@ def detections_from_rows(
 
 
 def _source_boxes(boxes: NDArray[np.float32], image: ResizedImage) -> NDArray[np.float32]:
-    """Scale boxes [N, 4] to the source image and clip them.
+    """Scale boxes [N, 4] from the resized image to the source image, and clip them to it.
 
-    As in torchvision, each axis has its own ratio.
+    As in torchvision, x and y have scale factors of their own.
     """
     source_height, source_width = image.source_size
     height, width = image.size
@@ -222,7 +222,8 @@ def _grids(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the position and scale of each mask's grid of samples, in pixels of the image.
 
-    The mask is padded with one sample of zero on each side. A grid includes this padding.
+    A mask has `side` x `side` samples and is padded with one sample of zero on each side. The grid
+    includes this padding.
 
     Returns:
         [N, 2] x, y of the grids' top left corners, and [N, 2] width and height of one sample.

@@ -64,7 +64,7 @@ def plan_image(
     max_pixels: int,
     apply_orientation: bool,
 ) -> PlannedImage:
-    """Read an image's header; choose its resized size and the smallest bucket that holds it.
+    """Read an image's header. Choose its resized size and the smallest input size that holds it.
 
     Args:
         source: Encoded image, or pixels [H, W, 3] RGB.
@@ -107,8 +107,8 @@ def resized_pixels(image: PlannedImage) -> Pixels:
 def write_pixels(image: PlannedImage, row: Pixels) -> None:
     """Decode and resize a planned image, and write it to the top left corner of `row`.
 
-    `row` is one image of a batch, [3, H, W] of the bucket's size. It must be black. Its dtype is
-    float32 with the resize rule `torchvision`, else uint8.
+    `row` is one image of a batch: [3, H, W], where H and W are the model's input size. It must be
+    black. Its dtype is float32 if the resize rule is `torchvision`, else uint8.
 
     Raises:
         ImageError: the image is damaged; the row stays black.
