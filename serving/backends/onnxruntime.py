@@ -86,7 +86,7 @@ class OnnxRuntimeBackend:
         return tuple(self._paths)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the model of every bucket once; on a GPU, once per batch size.
+        """Run the model of every input size once; on a GPU, once per batch size.
 
         The method raises the same errors as `infer`.
         """

@@ -68,7 +68,7 @@ class RuntimeCache:
 
 
 class PlanRuntime:
-    """TensorRT or TensorRT-RTX runtime. The errors that it logs become exceptions."""
+    """TensorRT or TensorRT-RTX runtime. Failed calls raise BackendError with the logged reason."""
 
     def __init__(self, kind: EngineKind, cache: RuntimeCache | None = None) -> None:
         """Start the runtime.

@@ -17,7 +17,7 @@ class TensorRTDeviceBackend(TensorRTBackend):
     """TensorRT backend whose method `infer_on_device` takes batches of torch tensors on GPU 0."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the plan of every bucket at each of the plan's batch sizes.
+        """Run the plan of every input size with a batch of each size that the plan supports.
 
         With TensorRT, but not with TensorRT-RTX, this captures the CUDA graphs. The method raises
         the same errors as `infer_on_device`.

@@ -83,7 +83,7 @@ class TorchBackend:
         return tuple(self._programs)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the program of every bucket. On a GPU, capture a CUDA graph of each batch size.
+        """Run the program of every input size. On a GPU, capture a CUDA graph per batch size.
 
         The method raises the same errors as `infer`.
         """

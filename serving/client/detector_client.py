@@ -97,7 +97,7 @@ class DetectorClient(Connection):
             image that is unreadable, rejected or without a response does not affect the others.
 
         Raises:
-            ValueError: `concurrency` is less than 1. Raised by the call itself.
+            ValueError: `concurrency` is less than 1. Raised before the iteration starts.
             TypeError: An image is not an `ImageSource`. This error, and any error that iterating
                 over `images` raises, is raised after the outcomes of the preceding images.
             AccessError: The server denies access to this client.

@@ -184,7 +184,7 @@ def _bundle_results(model: ModelSource) -> list[CheckResult]:
 def _backend_results(
     bundle: Path, manifest: Manifest, precision: Precision, config: ServeConfig
 ) -> list[CheckResult]:
-    """Check each backend. The result is a fault only if `config.backend` cannot be used."""
+    """Check each backend in a precision. A fault is reported only if `config.backend` fails."""
     results, chosen = [], None
     try:
         chosen = choose_backend(bundle, manifest, precision, config.backend).backend

@@ -120,8 +120,8 @@ class Detector:
             The detections or the error of each image, in order.
 
         Raises:
-            TypeError: `images` is one image, not several. Raised by the call itself.
-            BackendError: The detector is closed. Raised by the call itself.
+            TypeError: `images` is one image, not several. Raised before the iteration starts.
+            BackendError: The detector is closed. Raised before the iteration starts.
         """
         self._check_open()
         if isinstance(images, str | bytes | Path):

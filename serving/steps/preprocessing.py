@@ -91,7 +91,7 @@ def resized_pixels(image: PlannedImage) -> Pixels:
     """Decode and resize a planned image.
 
     Returns:
-        [h, w, 3] RGB: float32 with the resize rule `torchvision`, else uint8.
+        [h, w, 3] RGB: float32 if the resize rule is `torchvision`, else uint8.
 
     Raises:
         ImageError: the image is damaged.
