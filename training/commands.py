@@ -111,7 +111,10 @@ def train(
 
 
 def _warn_of_late_steps(solver: "SolverConfig") -> None:
-    """Print a warning if the learning rate never decreases, because the run is too short."""
+    """Print a warning if the run ends before the first of `solver.steps`.
+
+    The learning rate then never decreases.
+    """
     length = solver.max_iterations
     if solver.epochs is not None or solver.schedule != "steps" or not solver.steps:
         return

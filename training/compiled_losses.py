@@ -37,15 +37,15 @@ class CompiledLosses:
         graphs: bool = False,
         required: bool = True,
     ) -> None:
-        """Set up the compilation, which runs in the first call with each shape of the image batch.
+        """Prepare the compilation. It runs in the first call with each shape of the image batch.
 
         Args:
             model: Model to train.
             backend: Compiler of `torch.compile`.
-            graphs: Replay losses and gradients as CUDA graphs. Then the gradients are valid until
-                the next call only.
-            required: Raise an error if torch cannot compile. False: log a warning, and compute
-                without compilation.
+            graphs: Capture and replay forward and backward pass as CUDA graphs. The gradients are
+                then valid only until the next call.
+            required: True: raise `ConfigError` if torch cannot compile. False: log a warning, and
+                compute without compilation.
         """
         # On import, torch sets the variable to a folder in /tmp, unless the user has set it.
         # Replace only that default.
@@ -65,10 +65,11 @@ class CompiledLosses:
     def __call__(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return the sums and counts of a batch's losses. Arguments are as in `MaskRCNN.losses`.
+        """Return the loss sums of a batch and their divisors. Arguments: see `MaskRCNN.losses`.
 
         Raises:
-            ConfigError: torch cannot compile on this machine, and compilation is required.
+            ConfigError: torch cannot compile on this machine, and the argument `required` of the
+                constructor is True.
         """
         if not torch.is_grad_enabled():
             # Gradients are disabled only in the extra forward pass of gradient accumulation, which
@@ -112,6 +113,6 @@ class CompiledLosses:
 
 
 def _padded(targets: Targets) -> Targets:
-    """Pad the number of objects per image to a multiple of `_OBJECTS` with empty objects."""
+    """Pad the targets with all-zero objects to a multiple of `_OBJECTS` objects per image."""
     missing = -targets.labels.shape[1] % _OBJECTS
     return Targets(*(F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) for x in targets))

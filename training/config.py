@@ -250,12 +250,12 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
 def validated_config(
     source: str, overrides: Sequence[str] = (), sections: Values | None = None
 ) -> TrainConfig:
-    """Load and validate a configuration, but do not require initial weights.
+    """Load and validate a configuration. Unlike `load_config`, do not require the key `weights`.
 
     Args:
         source: YAML file or name of a preset.
         overrides: Overrides of the form `key.path=value`.
-        sections: Sections (such as `model`) that replace those of the source.
+        sections: Values by section name, such as `model`. They replace these sections of `source`.
 
     Raises:
         ConfigError: A key or value is invalid. The message names the key and the allowed values.
@@ -271,7 +271,7 @@ def validated_config(
 
 
 def check_length(config: TrainConfig, overrides: Sequence[str]) -> None:
-    """Check that no override sets `solver.max_iterations` although `solver.epochs` replaces it.
+    """Check that overrides do not set `solver.max_iterations` if `solver.epochs` is set.
 
     Raises:
         ConfigError: `solver.epochs` is set, and an override sets `solver.max_iterations`.
@@ -285,7 +285,7 @@ def check_length(config: TrainConfig, overrides: Sequence[str]) -> None:
 
 
 def yaml_from_config(config: TrainConfig) -> str:
-    """Return a configuration as YAML text that loads as an equal configuration."""
+    """Return a configuration as YAML text. Loading the text gives an equal configuration."""
     values = config.model_dump(mode="json")
     if "num_classes" not in config.model.model_fields_set:
         # If the key is absent, training sets it to the data set's number of categories.

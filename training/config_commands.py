@@ -44,8 +44,8 @@ class ConfiguredCommand(click.Command):
         """Parse the arguments.
 
         Raises:
-            click.UsageError: A key is written as an option, or without `=`. The message contains
-                the correct form.
+            click.UsageError: A configuration key is written as an option such as `--base-lr`, or
+            without `=VALUE`. The message contains the correct form.
         """
         try:
             rest = super().parse_args(ctx, args)
@@ -86,9 +86,9 @@ def _known_keys() -> list[str]:
 
 
 def _key_of_option(option: str) -> str | None:
-    """Return the configuration key that a wrong option such as `--base-lr` means.
+    """Return the configuration key for an unknown option: `solver.base_lr` for `--base-lr`.
 
-    None: the option resembles no key.
+    None: no key corresponds to the option, or several keys have its name.
     """
     name = option.lstrip("-").replace("-", "_")
     same = [key for key in _known_keys() if key.rpartition(".")[2] == name]

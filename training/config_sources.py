@@ -1,4 +1,4 @@
-"""Read configuration values from presets and YAML files, merged with their `base` and overrides."""
+"""Read configuration values from presets and YAML files, and merge bases and overrides."""
 
 import difflib
 import os
@@ -18,7 +18,7 @@ Values = dict[str, Any]
 
 
 class SourceError(Exception):
-    """Configuration file that is missing, is not YAML, or has an invalid `base`."""
+    """A configuration file is missing, is not YAML, or has an invalid key `base`."""
 
 
 def presets() -> tuple[str, ...]:
@@ -30,26 +30,27 @@ def presets() -> tuple[str, ...]:
 
 
 def preset_text(name: str) -> str:
-    """Return the YAML text of the preset with this name."""
+    """Return the YAML text of the preset `name`."""
     return (resources.files(__package__) / "presets" / f"{name}.yaml").read_text()
 
 
 def read_values(
     source: str, overrides: Sequence[str] = (), sections: Values | None = None
 ) -> Values:
-    """Read the values of a preset or YAML file, merge them with its `base`, and apply overrides.
+    """Read the values of a preset or YAML file and of its base, and apply overrides.
 
-    The values are not validated. The key `base` is the name of a preset, or a path relative to the
-    file.
+    The key `base` is the name of a preset, or the path of a YAML file relative to the file with
+    this key. Values of the base are defaults. The merged values are not validated.
 
     Args:
         source: Name of a preset, or path of a YAML file.
         overrides: Overrides of the form `key.path=value`.
-        sections: Sections (such as `model`) that replace those of the source.
+        sections: Values by section name, such as `model`. They replace these sections of `source`.
 
     Raises:
         SourceError: A file is missing, is not YAML, or is its own base.
-        OverrideError: An override is not `key.path=value`, or `key` is a value, not a section.
+        OverrideError: An override does not have the form `key.path=value`, or its `key` is a value
+            and not a section.
     """
     return with_overrides({**_merged(source, Path(), ()), **(sections or {})}, overrides)
 
@@ -105,7 +106,7 @@ def _read(source: str, path: Path) -> Values:
 
 
 def _overlay(base: Values, values: Values) -> Values:
-    """Return `base` with the entries of `values`. Mappings under the same key are merged too."""
+    """Return a copy of `base` updated with `values`. Nested mappings are merged recursively."""
     merged = base | values
     for key, value in values.items():
         if isinstance(below := base.get(key), dict) and isinstance(value, dict):

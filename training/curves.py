@@ -19,7 +19,7 @@ _PLOTS: Mapping[str, Sequence[str]] = {
 
 
 def draw_curves(folder: Path) -> Path:
-    """Plot the values in a run's `metrics.jsonl` over the iterations. Return the PNG's path."""
+    """Plot the values in `folder/metrics.jsonl` over the iterations. Return the PNG file's path."""
     lines = (folder / METRICS_FILE).read_text().splitlines()
     entries = [json.loads(line) for line in lines]
     figure = Figure(figsize=(5 * len(_PLOTS), 4), layout="constrained")

@@ -14,7 +14,7 @@ def device_from(value: Any) -> Device:
     """Convert a value of the configuration key `device`, such as "0,1", to a `Device`.
 
     Raises:
-        ValueError: The value is neither a kind of device nor numbers of GPUs.
+        ValueError: The value is neither "auto", "cpu", "cuda" nor distinct numbers of GPUs.
     """
     if value in ("auto", "cpu", "cuda"):
         return cast(Device, value)
@@ -36,7 +36,8 @@ def number_of_processes(device: Device, processes: int | None) -> int:
 
     Args:
         device: Key `device` of the configuration.
-        processes: Key `processes`. None: one per GPU number in `device`, else one.
+        processes: Key `processes`. None: one process per GPU number in `device`, or one process if
+            `device` has no GPU numbers.
 
     Raises:
         ValueError: `processes` differs from the number of GPUs in `device`.
@@ -48,9 +49,9 @@ def number_of_processes(device: Device, processes: int | None) -> int:
 
 
 def processes_to_start(device: Device, processes: int | None) -> int:
-    """Return the number of processes that this process must start, or 1 if it trains itself.
+    """Return the number of training processes to start. 1: the current process does the training.
 
-    A process that `torchrun` or this program started always trains itself.
+    The result is also 1 if `torchrun` or this program started the current process.
 
     Raises:
         ValueError: `processes` differs from the number of GPUs in `device`.

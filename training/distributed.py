@@ -72,7 +72,7 @@ def local_device(device: Device) -> torch.device:
     """Return the device of this process: the CPU, or the GPU at index `LOCAL_RANK` in `device`.
 
     Raises:
-        ConfigError: There is no such GPU, or there are more processes than GPUs.
+        ConfigError: A GPU in `device` does not exist, or there are more processes than GPUs.
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -134,5 +134,5 @@ def worker(device: Device) -> Iterator[Worker]:
 
 
 def is_main_process() -> bool:
-    """Whether this process is rank 0. Reads `RANK`, so it needs no process group."""
+    """Whether this process is rank 0. Reads the environment variable `RANK`."""
     return int(os.environ.get("RANK", "0")) == 0

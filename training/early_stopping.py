@@ -11,10 +11,10 @@ BEST_BY = "segm/AP"
 
 
 class EarlyStopping:
-    """Early-stopping state: the best mask AP of a run, and the number of evaluations after it."""
+    """Early-stopping state: the best mask AP of a run, and the number of evaluations since."""
 
     def __init__(self, settings: EvaluationConfig, state: Mapping[str, Any]) -> None:
-        """Create the state of a new run, or restore that of a resumed one.
+        """Create the state of a new run, or restore the state of a resumed run.
 
         Args:
             settings: Section `evaluation` of the configuration.
@@ -38,7 +38,7 @@ class EarlyStopping:
         return is_best
 
     def reason(self, metrics: dict[str, float]) -> str | None:
-        """Return the reason to end the run, given its latest metrics. None: continue."""
+        """Return the reason to end the run after an evaluation with `metrics`. None: continue."""
         patience = self._settings.patience
         if patience is not None and self._since_best >= patience:
             return f"{BEST_BY} did not exceed {self._best_ap:.4f} in {self._since_best} evaluations"

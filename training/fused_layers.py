@@ -34,7 +34,7 @@ def fuse_layers(model: MaskRCNN) -> None:
 
 
 def _replace(module: nn.Module, name: str, fused: Callable[..., Tensor]) -> None:
-    """Replace a method of a module: under autocast call `fused(module, ...)`, else the original."""
+    """Replace method `name`: under autocast, it calls `fused(module, ...)`, else the original."""
     original = getattr(module, name)
 
     def method(features: Tensor, *others: Any) -> Tensor:

@@ -17,11 +17,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch_processes(device: Device, processes: int | None) -> None:
-    """If several processes are configured, run the current command in them and exit.
+    """If several processes are configured, run the current command in each and exit.
 
-    This process exits with the exit code of the others. If one process is configured, or if
-    `torchrun` or this function started this process, the function returns at once. The arguments
-    are the configuration keys of the same names.
+    The exit code is 0, or the code of the process that failed first. If one process is configured,
+    or if `torchrun` or this function started the current process, the function returns at once. The
+    arguments are the values of the configuration keys `device` and `processes`.
 
     Raises:
         ConfigError: `processes` differs from the number of GPUs in `device`, or a signal such as
@@ -36,9 +36,10 @@ def launch_processes(device: Device, processes: int | None) -> None:
 
 
 def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
-    """Run `maskrcnn` in several processes of one process group, and return the exit code.
+    """Run `maskrcnn` in several training processes. Return the exit code for this process.
 
-    Signals are passed on to the processes. If one process fails, the others are ended.
+    The exit code is 0, or the code of the process that failed first. Signals are passed on to the
+    processes. If one process fails, the others are ended.
 
     Args:
         count: Number of processes.
@@ -99,7 +100,7 @@ def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
     Args:
         rank: Rank of the process.
         count: Number of ranks.
-        port: Port of the group's `TCPStore`, which another process on this machine runs.
+        port: Port of the process group's `TCPStore` on this machine.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     values = {

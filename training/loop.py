@@ -92,8 +92,9 @@ class TrainingLoop:
             Metrics of the final model by name. The dictionary is empty if it was not evaluated.
 
         Raises:
-            DataError: An image is unreadable and `data.on_broken` is "refuse", or all images of an
-                input size are unreadable. With one rank, a checkpoint was written.
+            DataError: An image is unreadable and `data.on_broken` is "refuse", or all images of a
+                shape bucket are unreadable. If there is only one rank, a checkpoint was written
+                before.
             DivergenceError: A loss or a weight is not finite.
             TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
         """
@@ -131,7 +132,7 @@ class TrainingLoop:
             self._trainer.freeze_backbone()
 
     def _evaluate_and_save(self, report: TrainingReport) -> bool:
-        """Evaluate the model and write a checkpoint if due. Return whether the training ends."""
+        """If due, evaluate the model and write a checkpoint. Return whether the training ends."""
         trainer, config = self._trainer, self._config
         final = trainer.iteration >= config.solver.max_iterations
         best, self._metrics = False, {}
@@ -169,7 +170,7 @@ class TrainingLoop:
         return metrics
 
     def _stop_if_interrupted(self) -> None:
-        """Write a checkpoint and end the run if a signal has requested it."""
+        """After SIGINT or SIGTERM, write a checkpoint and raise `TrainingInterrupted`."""
         trainer, config = self._trainer, self._config
         stops, worker = self._interruption.requested, trainer.worker
         if worker.world_size > 1:
@@ -186,7 +187,10 @@ class TrainingLoop:
         raise TrainingInterrupted
 
     def _saved_before(self, error: DataError) -> DataError:
-        """Write a checkpoint because of an error. Return the error with advice to resume."""
+        """Write a checkpoint after `error`. Return the error with advice to resume.
+
+        With several ranks, or before the first step, return `error` without a checkpoint.
+        """
         trainer = self._trainer
         # All ranks must take part in a checkpoint, but the others do not know of the error.
         if trainer.worker.world_size > 1 or not trainer.iteration:
@@ -204,7 +208,7 @@ class TrainingLoop:
         return final or after_epoch or (settings.period > 0 and iteration % settings.period == 0)
 
     def _evaluation_was_missed(self) -> bool:
-        """Whether the interrupted run ended between a step and its evaluation."""
+        """Whether the checkpoint to resume from lacks metrics although its evaluation was due."""
         trainer, config = self._trainer, self._config
         if not trainer.iteration or self._metrics:
             return False

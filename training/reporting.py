@@ -54,7 +54,7 @@ class TrainingReport:
         Args:
             folder: Folder of the run.
             period: Iterations between reports.
-            iterations: Iterations to train.
+            iterations: Iterations to train, counted from 0.
             worker: Rank of this process.
             progress: Progress bars from `terminal_progress`.
             trackers: Result of `open_trackers`. They are closed with the report.
@@ -87,7 +87,7 @@ class TrainingReport:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Add the duration of the block to the reported time spent waiting for data."""
+        """Add the duration of the `with` block to the reported data-loading time."""
         start = time.perf_counter()
         yield
         self._data_seconds += time.perf_counter() - start
@@ -111,7 +111,7 @@ class TrainingReport:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Report pending losses, and exclude the duration of the block from the training time.
+        """Report losses not yet reported. Exclude the `with` block from the training time.
 
         Raises:
             DivergenceError: A reported loss is not finite.
@@ -131,7 +131,7 @@ class TrainingReport:
             tracker.log(metrics, iteration)
 
     def record_drawing(self, iteration: int, path: Path) -> None:
-        """If the PNG file `path` exists, send it to the trackers as drawn at `iteration`."""
+        """If the PNG file `path` exists, send it to the trackers as the drawing of `iteration`."""
         if path.is_file():
             for tracker in self._trackers:
                 tracker.log_drawing(path, iteration)
@@ -188,7 +188,7 @@ def with_progress(
 
 
 def _remove_lines_after(iteration: int, path: Path) -> None:
-    """Remove lines of iterations after `iteration`, and damaged lines, from a file."""
+    """Remove damaged lines, and lines of later iterations than `iteration`, from a metrics file."""
     if not path.is_file():
         return
     lines = path.read_text(errors="replace").splitlines(keepends=True)
@@ -199,7 +199,7 @@ def _remove_lines_after(iteration: int, path: Path) -> None:
 
 
 def _iteration_of(line: str) -> float:
-    """Return the iteration of a line of metrics, or infinity if the line is damaged."""
+    """Return the iteration of a line of `metrics.jsonl`, or infinity if the line is damaged."""
     try:
         return int(json.loads(line)["iteration"])
     except (ValueError, TypeError, KeyError):

@@ -60,11 +60,12 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
 
     Args:
         checkpoint: Checkpoint to resume from.
-        now: `run_identity` of the current configuration and data.
+        now: Result of `run_identity` for the current configuration and data.
         name: Path of the training annotations, for messages.
 
     Raises:
-        ConfigError: A fixed key or the data has changed, or the checkpoint has no training state.
+        ConfigError: The training data or a key that must not change has changed, or the checkpoint
+            has no training state.
     """
     if "identity" not in checkpoint.training_state:
         raise ConfigError(

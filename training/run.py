@@ -37,7 +37,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
         ConfigError: The configuration does not fit the data, the machine or the resumed run.
         DataError: The data set is unreadable or has no usable image.
         DivergenceError: A loss or a weight is not finite.
-        ExpectationError: The final metrics are below `evaluation.expected`.
+        ExpectationError: A final metric is below its value in `evaluation.expected`.
         TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
     """
     if (count := processes_to_start(config.device, config.processes)) > 1:
@@ -80,7 +80,8 @@ def evaluate_checkpoint(
 def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:
     """Train a model on this rank, or resume the run in `config.output_dir`. Call it on every rank.
 
-    The errors are those of `run_training`, but `evaluation.expected` is not checked.
+    Raises the errors of `run_training`, except for `ExpectationError`: `evaluation.expected` is not
+    checked.
 
     Returns:
         Path of the final checkpoint, and its metrics by name. The metrics are empty if the

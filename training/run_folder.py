@@ -65,9 +65,9 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Within the context, let no other process train in the folder.
+        """Lock the folder in a `with` block, so that no other process trains in it.
 
-        The incomplete files of a killed run are removed first.
+        Incomplete files of a killed run are removed after locking.
 
         Raises:
             ConfigError: Another process trains in the folder.
@@ -112,7 +112,7 @@ class RunFolder:
         return self.path / pointer.read_text().strip()
 
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
-        """Write a checkpoint atomically, name it in `last_checkpoint`, and remove older ones.
+        """Write a checkpoint atomically, write its name to `last_checkpoint`, remove old ones.
 
         Args:
             checkpoint: Checkpoint to write.
@@ -128,7 +128,10 @@ class RunFolder:
         self._remove_older_than(checkpoint.iteration)
 
     def _remove_older_than(self, iteration: int) -> None:
-        """Remove numbered checkpoints up to `iteration`, except for the latest `_keep` of them."""
+        """Remove numbered checkpoints up to `iteration`, except for the latest ones.
+
+        The number of kept checkpoints is the constructor's argument `keep`. None: keep all.
+        """
         # Later checkpoints exist if the user resumed from an older one. Keep them, because this run
         # did not write them.
         if self._keep is None:

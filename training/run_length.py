@@ -19,7 +19,7 @@ _EXCESS = 50
 
 
 def finetuning_epochs(images: int) -> float:
-    """Return the number of epochs that a fine-tuning on `images` images needs."""
+    """Estimate the number of epochs for fine-tuning on `images` images."""
     epochs = _EPOCHS * math.sqrt(_REFERENCE_IMAGES / images)
     return min(max(epochs, _MIN_EPOCHS), _MAX_EPOCHS)
 
@@ -27,7 +27,8 @@ def finetuning_epochs(images: int) -> float:
 def with_run_length(dataset: CocoDataset, config: TrainConfig) -> TrainConfig:
     """Return a configuration with `solver.epochs`, if set, converted to `solver.max_iterations`.
 
-    If the run has far more epochs than a data set of this size needs, a warning is logged.
+    A warning is logged if the run has many times the epochs that fine-tuning needs for this number
+    of images.
 
     Raises:
         DataError: The data set has no image for training.

@@ -96,8 +96,8 @@ class SolverConfig(FrozenConfig):
     def with_epoch_length(self, iterations_per_epoch: int) -> "SolverConfig":
         """Return the configuration with `epochs` converted to `max_iterations`.
 
-        `steps` are scaled to the new length, and the warm-up is at most a tenth of it. If `epochs`
-        is None, the configuration is returned unchanged.
+        `steps` are scaled to the new length of the run, and the warm-up is limited to a tenth of
+        this length. If `epochs` is None, the configuration is returned unchanged.
 
         Args:
             iterations_per_epoch: Iterations in which each training image is seen once.

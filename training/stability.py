@@ -52,7 +52,7 @@ class Stability(NamedTuple):
 def train_seeds(config: TrainConfig, count: int, *, resume: bool = False) -> Stability:
     """Train one model per seed: `config.seed`, `config.seed + 1`, ...
 
-    The run of seed N is written to `output_dir/seed-N`, and the result to
+    The run of seed N is written to `output_dir/seed-N`, and the metrics of all runs to
     `output_dir/stability.json`.
 
     Args:

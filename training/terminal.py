@@ -30,7 +30,7 @@ class _ConsoleHandler(logging.Handler):
 
 @contextmanager
 def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progress]:
-    """Show the package's log records and progress bars on standard error during the block.
+    """Show the package's log records and progress bars on standard error in a `with` block.
 
     Rank 0 logs INFO and above, the other ranks WARNING and above.
 
@@ -74,7 +74,7 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
 
 @contextmanager
 def errors_of_main_process() -> Iterator[None]:
-    """Within the block, let only rank 0 raise `DivergenceError` and `ExpectationError`.
+    """In a `with` block, let only rank 0 raise `DivergenceError` and `ExpectationError`.
 
     These errors occur on all ranks. The other ranks exit with code 1 without a message.
     """

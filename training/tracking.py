@@ -151,7 +151,7 @@ class _WandB:
 
 
 class _Tolerant:
-    """Wrapper of a tracker. If it fails, log a warning, and continue the run without it."""
+    """Wrapper of a tracker. If the tracker fails, log a warning, and continue without it."""
 
     def __init__(self, tracker: Tracker, name: str) -> None:
         self._tracker: Tracker | None = tracker

@@ -109,7 +109,10 @@ class Trainer:
         return long and self.worker.device.type == "cuda"
 
     def _over_ranks(self) -> nn.Module:
-        """Return the model, in DistributedDataParallel unless `_step` sums the gradients itself."""
+        """Return the model, wrapped in DistributedDataParallel if that exchanges the gradients.
+
+        It is not wrapped if there is one rank, or if `_step` sums the gradients over the ranks.
+        """
         # Ranks must exchange buffers only if there is batch norm, which alone changes buffers.
         buffers = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
         # A compiled backward pass returns all gradients at its end, so DistributedDataParallel
@@ -153,7 +156,7 @@ class Trainer:
 
     @property
     def evaluated_model(self) -> MaskRCNN:
-        """Model to evaluate and to export: the moving average if there is one."""
+        """Model to evaluate and to export: the weight average if there is one, else the model."""
         return self.model if self.average is None else self.average.model
 
     def state(self) -> dict[str, Any]:
@@ -203,7 +206,8 @@ class Trainer:
             batches: This rank's batches of the step, one per accumulated pass.
 
         Returns:
-            [5] float32 losses of the global batch, in the order of `LOSS_NAMES`, on the device.
+            [5] float32 losses of the global batch, in the order of `LOSS_NAMES`, on this rank's
+            device.
 
         Raises:
             GpuMemoryError: The step needs more memory than the GPU has.
@@ -250,7 +254,10 @@ class Trainer:
             return model(batch.images, batch.image_sizes, batch.targets, batch.seeds)
 
     def _counts(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the losses' denominators [5]: sampled anchors, RoIs, mask pixels of all ranks."""
+        """Return the denominators of the five losses [5], summed over the batches of all ranks.
+
+        They are the numbers of sampled anchors, sampled RoIs and mask pixels.
+        """
         # Run on copies of the buffers, so that the statistics of batch norm do not include these
         # images twice.
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}

@@ -1,4 +1,4 @@
-"""Count images for which `roi.nms_candidates` may have left out detections."""
+"""Count images whose detections may be incomplete because of `roi.nms_candidates`."""
 
 from typing import Any, Self
 
@@ -9,13 +9,13 @@ from ...model.mask_rcnn import MaskRCNN
 
 
 class LimitedImages:
-    """Counter of images for which `roi.nms_candidates` may have left out detections.
+    """Counter of images whose detections may be incomplete because of `roi.nms_candidates`.
 
     A candidate is a pair of proposal and class with a score above `roi.score_threshold`. If an
     image has more than `roi.nms_candidates` candidates, the model drops those with the lowest
     scores before NMS. This can change the result only if fewer than `roi.max_detections` detections
-    remain.
-    Call the model inside a `with` block of the counter, and `add` after each call.
+    remain. Call the model inside a `with` block of the counter, and call `add` after each call of
+    the model.
     """
 
     def __init__(self, model: MaskRCNN) -> None:
@@ -51,5 +51,5 @@ class LimitedImages:
         self._count = self._count.to(limited.device) + limited.sum()
 
     def count(self) -> int:
-        """Return the number of images so far that may lack detections."""
+        """Return the number of images counted so far."""
         return int(self._count)

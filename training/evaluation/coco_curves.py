@@ -37,7 +37,7 @@ class Curves(NamedTuple):
 
 
 class _ClassTask(NamedTuple):
-    """Detections and ground truth of one class, to compare by one kind of IoU."""
+    """Detections and ground truth of one class, to match by box IoU or by mask IoU."""
 
     iou_type: IouType
     # Index of the class among all classes.
@@ -56,7 +56,8 @@ def coco_curves(
 
     Args:
         ground_truth: Parsed COCO annotation file with at least one image.
-        results: Detections in COCO's results format, by the kind of IoU to compare.
+        results: Detections in COCO's results format, by the kind of IoU (`bbox`, `segm`) that
+            matches them.
         evaluator: Library that computes the curves. Both libraries give equal curves.
 
     Returns:
@@ -91,10 +92,10 @@ def _curves_of_pycocotools(
 def _curves_by_class(
     ground_truth: dict[str, Any], results: Mapping[IouType, list[dict[str, Any]]]
 ) -> dict[IouType, Curves]:
-    """Compute the curves of each class with faster-coco-eval, from the images of this class only.
+    """Compute the curves of each class with faster-coco-eval, each from the images of that class.
 
-    The library's time is proportional to images x classes. As a class is in few images, separate
-    runs take less time than one run for all classes.
+    The library's time is proportional to images x classes. Most classes occur in few images, so a
+    run per class takes less time than one run for all classes.
     """
     classes = len(ground_truth["categories"])
     shape = (10, 101, classes, len(AREAS), len(LIMITS))
@@ -123,7 +124,7 @@ def _class_tasks(
 
 
 def _class_curves(tasks: list[_ClassTask]) -> Iterable[Curves]:
-    """Return one `Curves` per task, without the axis of classes."""
+    """Return the curves of each task, as arrays without the class axis."""
     processes = min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
     if processes == 1 or sum(len(task.detections) for task in tasks) < _PARALLEL_FROM:
         return map(_curves_of_class, tasks)

@@ -31,8 +31,8 @@ def load_evaluation_config(
 ) -> TrainConfig:
     """Load a YAML file or preset, with its section `model` replaced by that of a checkpoint.
 
-    `data.resize` is the checkpoint's unless the source or an override sets it. Overrides may set
-    the keys of `model` that affect only inference.
+    `data.resize` is taken from the checkpoint unless the source or an override sets it. Of the
+    section `model`, overrides may set only keys that affect nothing but inference.
 
     Raises:
         ConfigError: A key or value is invalid, or an override changes another key of `model`.
@@ -54,7 +54,7 @@ def load_evaluation_config(
 
 
 def warn_of_other_sizes(data: DataConfig, checkpoint: Checkpoint) -> None:
-    """Log a warning if `data` has other input sizes than the checkpoint."""
+    """Log a warning if the input sizes in `data` differ from those in the checkpoint."""
     preprocessing = checkpoint.preprocessing
     expected = {
         "min_size": preprocessing.min_size,

@@ -49,7 +49,7 @@ def draw_detections(
 
 
 def join_drawings(paths: Iterable[Path], image: Path) -> None:
-    """Stack the drawings `paths` in the PNG file `image`, the first on top. Skip missing files."""
+    """Stack the images `paths` from top to bottom in the PNG file `image`. Skip missing files."""
     drawings = [Image.open(path) for path in paths if path.exists()]
     size = max(d.width for d in drawings), sum(d.height for d in drawings)
     joined, top = Image.new("RGB", size, "white"), 0

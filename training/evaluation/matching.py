@@ -19,7 +19,7 @@ DEFAULT_THRESHOLD = 0.5
 
 
 class MatchedImage(NamedTuple):
-    """D detections of one image, matched with its G instances."""
+    """D detections of one image, matched with its G annotated instances."""
 
     record: ImageRecord
     # In descending order of score.
@@ -34,7 +34,7 @@ class MatchedImage(NamedTuple):
 
     @property
     def crowds(self) -> NDArray[np.bool_]:
-        """Whether each instance is a crowd `[G]`."""
+        """`[G]` whether each annotated instance is a crowd."""
         return np.array([instance.is_crowd for instance in self.record.instances], bool)
 
     @property
@@ -45,20 +45,20 @@ class MatchedImage(NamedTuple):
 
     @property
     def correct(self) -> NDArray[np.bool_]:
-        """Whether each detection matches an object `[D]`."""
+        """`[D]` whether each detection matches an object that is not a crowd."""
         return (self.matches >= 0) & ~self.ignored
 
     def above(self, thresholds: Sequence[float]) -> NDArray[np.bool_]:
-        """Return whether each detection's score is at least the threshold of its class `[D]`.
+        """Return `[D]` whether each detection's score is at least the threshold of its class.
 
-        `thresholds` are the thresholds of all classes in the order of their labels.
+        `thresholds` has one value per class, in the order of the labels.
         """
         limits = [thresholds[detection.label - 1] for detection in self.detections]
         return self.scores >= np.array(limits, np.float64)
 
 
 class ClassCurve(NamedTuple):
-    """Precision and recall of one class at N score thresholds, in descending order."""
+    """Precision and recall of one class at N score thresholds, from high to low."""
 
     # Objects of the class that are not crowds.
     objects: int
@@ -70,19 +70,19 @@ class ClassCurve(NamedTuple):
 
     @property
     def f1(self) -> NDArray[np.float64]:
-        """Harmonic mean of precision and recall `[N]`."""
+        """`[N]` harmonic mean of precision and recall at each score threshold."""
         total = self.precision + self.recall
         return 2 * self.precision * self.recall / np.where(total > 0, total, 1)
 
     @property
     def best(self) -> int | None:
-        """Index of the threshold with the highest F1. None: no detection is correct."""
+        """Index of the score threshold with the highest F1. None: no detection is correct."""
         f1 = self.f1
         return int(f1.argmax()) if f1.any() else None
 
     @property
     def best_threshold(self) -> float:
-        """Score with the highest F1, or 0.5 if no detection is correct."""
+        """Score threshold with the highest F1, or 0.5 if no detection is correct."""
         return DEFAULT_THRESHOLD if self.best is None else float(self.scores[self.best])
 
 
@@ -130,7 +130,7 @@ def class_curves(images: Iterable[MatchedImage], classes: int) -> list[ClassCurv
 def confusion_matrix(
     images: Iterable[MatchedImage], thresholds: Sequence[float]
 ) -> NDArray[np.int64]:
-    """Count the detections above the thresholds by the object's class and the detected class.
+    """Count detections with sufficient score by the class of the object and the detected class.
 
     Detections that match no object of their own class are matched with the remaining objects of
     other classes.
@@ -140,8 +140,8 @@ def confusion_matrix(
         thresholds: Minimum score of each class, in the order of the labels.
 
     Returns:
-        [C + 1, C + 1]: rows are classes of objects, the last for detections without an object;
-        columns are classes of detections, the last for missed objects.
+        [C + 1, C + 1] counts for C classes. Rows: class of the object; last row: detections without
+        an object. Columns: class of the detection; last column: missed objects.
     """
     none = len(thresholds)
     counts = np.zeros((none + 1, none + 1), np.int64)
@@ -179,11 +179,11 @@ def _matched(
 def _match(
     ious: NDArray[np.float64], allowed: NDArray[np.bool_], crowds: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """Return the index of the instance that each detection matches `[D]`, or -1.
+    """Return `[D]` the index of the instance that each detection matches. -1: no match.
 
-    In row order, each detection matches the allowed object with the highest IoU that no earlier
-    detection matches. If there is no such object, it may match a crowd. Any number of detections
-    can match the same crowd.
+    In the order of the rows of `ious`, each detection matches the allowed object with the highest
+    IoU, of at least 0.5, that no earlier detection matches. If there is no such object, the
+    detection may match a crowd. Any number of detections can match the same crowd.
 
     Args:
         ious: [D, G] mask IoU.

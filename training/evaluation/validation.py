@@ -106,7 +106,8 @@ class Validation:
     def draw(self, model: MaskRCNN, iteration: int) -> None:
         """On rank 0, draw `evaluation.draw_images` images with a model's detections to a PNG file.
 
-        After 10, 30 and 100 % of the run, the drawings of these times are joined in `progress.png`.
+        After 10 %, 30 % and 100 % of the iterations, the drawings at these points are joined in
+        `progress.png`.
 
         Args:
             model: Model to evaluate. It is not changed.
@@ -164,7 +165,7 @@ def reached_targets(settings: EvaluationConfig, metrics: dict[str, float]) -> st
 
     Returns:
         Text for the log, if all targets that are set are reached. None: a target is not reached, or
-        none is set.
+        no target is set.
     """
     all_targets = {"bbox/AP": settings.min_bbox_ap, "segm/AP": settings.min_mask_ap}
     targets = {name: target for name, target in all_targets.items() if target is not None}
@@ -179,7 +180,8 @@ def check_expected(settings: EvaluationConfig, metrics: dict[str, float]) -> Non
     """Check metrics against `evaluation.expected`.
 
     Raises:
-        ExpectationError: A metric is missing, or is lower by more than `evaluation.tolerance`.
+        ExpectationError: A metric is missing, or is below its expected value by more than
+            `evaluation.tolerance`.
     """
     misses = [
         f"{name} is {metrics[name]:.4f}" if name in metrics else f"{name} was not computed"

@@ -16,7 +16,7 @@ _MAX_IMAGES = 8
 
 
 class ImageErrors(NamedTuple):
-    """Errors of the detections of one image."""
+    """Detections of one image, and numbers of missed objects and wrong detections."""
 
     record: ImageRecord
     # Detections with a score of at least the threshold of their class.
@@ -33,7 +33,7 @@ def draw_worst_images(
     thresholds: Sequence[float],
     path: Path,
 ) -> bool:
-    """Draw the images with the most errors into a PNG file. Return whether an image has an error.
+    """Draw the images with the most errors into a PNG file. Return whether any has one.
 
     Args:
         images: Matched detections.
@@ -60,7 +60,11 @@ def draw_worst_images(
 
 
 def errors_of(image: MatchedImage, thresholds: Sequence[float]) -> ImageErrors:
-    """Count the errors of an image's detections above the thresholds of their classes."""
+    """Count the missed objects and the wrong detections of an image.
+
+    Only detections with a score of at least the threshold of their class are used. `thresholds` has
+    one value per class, in the order of the labels.
+    """
     kept = image.above(thresholds)
     correct = int((kept & image.correct).sum())
     wrong = int((kept & (image.matches < 0)).sum())

@@ -18,15 +18,16 @@ _MIN_SIZE, _MAX_SIZE = 800, 1333
 def initial_checkpoint(reference: str | None) -> Checkpoint:
     """Return the model and preprocessing that a fine-tuning starts from.
 
-    If the weights are random, or of a backbone only, the other layers and the preprocessing have
-    default settings. All tensors are then on the device `meta`, because only their shapes are used.
+    If the weights are random or those of a backbone only, the preprocessing and the remaining
+    layers have default settings. All tensors are then on the device `meta`, because only their
+    shapes are used.
 
     Args:
         reference: Value of the configuration key `weights`. None: random weights.
 
     Raises:
         CheckpointError: The weights cannot be read or converted.
-        ZooError: The zoo does not have the model, or this program does not support it.
+        ZooError: The zoo of published models lacks this model, or this program does not support it.
         DownloadError: The download failed, or the file has another checksum.
     """
     if reference is None:

@@ -14,8 +14,8 @@ from ..config import ConfigError, TrainConfig
 def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Validate overrides of `TrainConfig`. Return only the overridden values, by dotted key.
 
-    A value that contradicts the default of another key is accepted, because the other key is fitted
-    to the overrides later.
+    A value that contradicts the default of another key is accepted, because `plan_finetuning` later
+    fits the other key to the overrides.
 
     Args:
         path: Path of the data set, used as a placeholder for the required paths of `data.train`.
@@ -38,6 +38,10 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def output_folder(path: Path, given: dict[str, Any]) -> Path:
-    """Return `output_dir` if it is given, else the default folder for the data set at `path`."""
+    """Return the folder of the run: `output_dir` if set, else a default for the data set.
+
+    `path` is the path of the data set. `given` contains the values that the user has set, by dotted
+    key.
+    """
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     return Path(given.get("output_dir") or Path("runs") / f"finetune-{folder.name}")

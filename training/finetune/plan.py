@@ -170,13 +170,19 @@ def _padded_pixels(data: Mapping[str, Any]) -> int:
 
 
 def _usable_memory(machine: Machine) -> float:
-    """Return the bytes of GPU or host memory for a batch, at least those for 128x128 pixels."""
+    """Return the bytes of GPU or host memory that a batch may use.
+
+    The result is at least the memory for one image of 128x128 pixels.
+    """
     free = _MEMORY_SHARE * machine.memory - _FIXED_MEMORY[machine.device]
     return max(free, _PIXEL_MEMORY[machine.device] * (4 * _STRIDE) ** 2)
 
 
 def _batch(images: ImageStatistics, pixels: int, machine: Machine) -> tuple[int, str]:
-    """Return the number of images per step over all processes, and the reason."""
+    """Return the number of images per step over all processes, and the reason.
+
+    `pixels` is the number of pixels of a padded image.
+    """
     fitting = int(_usable_memory(machine) / _PIXEL_MEMORY[machine.device] / pixels)
     # Limit the batch, because a small data set needs many steps rather than large batches.
     enough = max(2, images.count // 10)
@@ -195,7 +201,8 @@ def _images_to_see(
 ) -> tuple[int, str]:
     """Return the length of the run as a number of images (with repetitions), and the reason.
 
-    The run has `length` times the epochs that fine-tuning needs. On a CPU, it can be shorter.
+    The run has `length` times the epochs that `finetuning_epochs` returns. On a CPU, it can be
+    shorter. `pixels` is the number of pixels of a padded image.
     """
     epochs = length * finetuning_epochs(images.count)
     seen = math.ceil(epochs * images.count)

@@ -105,7 +105,7 @@ class Finetuning:
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in CLASS_ROWS))
 
     def table(self) -> Table:
-        """Return the values of the most important keys, with the reasons for them."""
+        """Return the values of the most important configuration keys, with the reasons for them."""
         title = "plan; set other values with KEY=VALUE"
         table = Table(title=title, title_justify="left")
         table.add_column("key", no_wrap=True)
@@ -122,18 +122,20 @@ def prepare_finetuning(
 ) -> Finetuning:
     """Recognise a data set, and fit the configuration of a fine-tuning to it.
 
-    Annotations that must be converted or divided are written to `output/data`.
+    Annotations that must be converted to COCO format, or divided into training and validation, are
+    written to the folder `output/data`.
 
     Args:
         path: Folder of the data set, or YAML file of YOLO.
-        overrides: Values of `TrainConfig` as `key.path=value`. All other values are fitted to
-            these.
-        given: Result of `given_values` for these overrides.
-        output: Folder of the run.
+        overrides: Values of `TrainConfig` that the user sets, as `key.path=value`. All other values
+            are fitted to them.
+        given: The values in `overrides` by dotted key, such as "solver.base_lr".
+        output: Folder of the run to prepare. It must not contain a run.
 
     Raises:
         DataError: The layout is unknown, or the data set is unusable.
-        ConfigError: An override is invalid, or `output_dir` contains a run.
+        ConfigError: An override is invalid, `output` contains a run, or the training set lacks a
+            category of the validation set.
         CheckpointError: The initial weights cannot be read.
     """
     layout = recognize_layout(path)
@@ -179,7 +181,7 @@ def check_resumed_data(path: Path, config: TrainConfig) -> None:
 def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:
     """Return the commands that export, run and serve a trained model.
 
-    `images` is the folder from which the export copies sample images into the bundle.
+    `images` is the folder from which the export copies sample images into the exported bundle.
     """
     model, bundle, samples = (
         shlex.quote(str(path)) for path in (checkpoint, checkpoint.parent / "bundle", images)

@@ -36,7 +36,8 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
 
     Args:
         layout: The recognised data set.
-        folder: Folder to write annotation files into that must be converted or divided.
+        folder: Folder for the written annotation files: those of converted splits, or the two parts
+            of a divided split.
 
     Raises:
         DataError: Several splits may be the training set, or the annotations cannot be read.
@@ -61,7 +62,7 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
 
 
 def _split_named(names: Sequence[str], word: str) -> str | None:
-    """Return the split named `word`, else the shortest name that contains it, else None.
+    """Return the split named `word`, else the shortest name with `word` in it, else None.
 
     Raises:
         DataError: Several names contain `word`, none equals it, and the shortest is not unique.
@@ -81,7 +82,8 @@ def _prepared(
 ) -> DatasetConfig:
     """Return the paths of a split's images and COCO file.
 
-    If the annotations must be converted, write them to `folder`, and add their faults to `faults`.
+    If the annotations must be converted, write them to `folder`, and add the names of entries that
+    cannot be converted to `faults`, by reason.
     """
     if split.convert is None:
         return split.config
