@@ -45,7 +45,7 @@ class ConfiguredCommand(click.Command):
 
         Raises:
             click.UsageError: A configuration key is written as an option such as `--base-lr`, or
-            without `=VALUE`. The message contains the correct form.
+                without `=VALUE`. The message contains the correct form.
         """
         try:
             rest = super().parse_args(ctx, args)

@@ -123,7 +123,7 @@ class TrainingReport:
         self._period_start = time.perf_counter()
 
     def record_metrics(self, iteration: int, metrics: dict[str, float]) -> None:
-        """On rank 0, write metrics after `iteration` iterations to `metrics.jsonl` and trackers."""
+        """On rank 0, write metrics to `metrics.jsonl` and trackers. `iteration` counts from 1."""
         if not self._is_main:
             return
         self._jsonl.write(json.dumps({"iteration": iteration, **metrics}) + "\n")

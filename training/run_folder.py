@@ -98,7 +98,7 @@ class RunFolder:
                 path.unlink()
 
     def last(self) -> Path:
-        """Return the path of the checkpoint that `last_checkpoint` names.
+        """Return the path of the checkpoint that the file `last_checkpoint` names.
 
         If this file is missing, return the newest checkpoint.
 

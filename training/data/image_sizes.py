@@ -16,7 +16,7 @@ _FIRST_SWAPPED = 5
 
 
 class HeaderSize(NamedTuple):
-    """Height and width of an image file in pixels."""
+    """Height and width of an image file in pixels, before and after its EXIF rotation."""
 
     # Size of the stored pixels.
     stored: tuple[int, int]

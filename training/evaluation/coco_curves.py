@@ -27,7 +27,7 @@ _MAX_PROCESSES = 8
 
 
 class Curves(NamedTuple):
-    """Precision and recall of an evaluation; -1 for classes and areas without ground truth."""
+    """Precision and recall of an evaluation. -1: no ground truth of the class and size range."""
 
     # Precision at recall 0, 0.01, ..., 1. Axes: IoU 0.50, 0.55, ..., 0.95; recall; class in
     # ascending order of id; `AREAS`; `LIMITS`.

@@ -34,22 +34,22 @@ class MatchedImage(NamedTuple):
 
     @property
     def crowds(self) -> NDArray[np.bool_]:
-        """`[G]` whether each annotated instance is a crowd."""
+        """`[G]`: whether each annotated instance is a crowd."""
         return np.array([instance.is_crowd for instance in self.record.instances], bool)
 
     @property
     def ignored(self) -> NDArray[np.bool_]:
-        """Whether each detection is inside a crowd `[D]`, so that it is neither right nor wrong."""
+        """`[D]`: whether each detection matches a crowd, and so is neither right nor wrong."""
         inside: NDArray[np.bool_] = np.append(self.crowds, False)[self.matches]
         return inside
 
     @property
     def correct(self) -> NDArray[np.bool_]:
-        """`[D]` whether each detection matches an object that is not a crowd."""
+        """`[D]`: whether each detection matches an object that is not a crowd."""
         return (self.matches >= 0) & ~self.ignored
 
     def above(self, thresholds: Sequence[float]) -> NDArray[np.bool_]:
-        """Return `[D]` whether each detection's score is at least the threshold of its class.
+        """Return for each detection `[D]` whether its score reaches the threshold of its class.
 
         `thresholds` has one value per class, in the order of the labels.
         """
@@ -70,7 +70,7 @@ class ClassCurve(NamedTuple):
 
     @property
     def f1(self) -> NDArray[np.float64]:
-        """`[N]` harmonic mean of precision and recall at each score threshold."""
+        """`[N]`: harmonic mean of precision and recall at each score threshold."""
         total = self.precision + self.recall
         return 2 * self.precision * self.recall / np.where(total > 0, total, 1)
 
@@ -179,7 +179,7 @@ def _matched(
 def _match(
     ious: NDArray[np.float64], allowed: NDArray[np.bool_], crowds: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """Return `[D]` the index of the instance that each detection matches. -1: no match.
+    """Return for each detection `[D]` the index of the instance that it matches. -1: no match.
 
     In the order of the rows of `ious`, each detection matches the allowed object with the highest
     IoU, of at least 0.5, that no earlier detection matches. If there is no such object, the

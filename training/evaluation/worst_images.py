@@ -33,7 +33,7 @@ def draw_worst_images(
     thresholds: Sequence[float],
     path: Path,
 ) -> bool:
-    """Draw the images with the most errors into a PNG file. Return whether any has one.
+    """Draw the images with the most errors into a PNG file. Return whether there are any errors.
 
     Args:
         images: Matched detections.

@@ -64,7 +64,7 @@ class ImageStatistics:
 
     @classmethod
     def of(cls, records: Sequence[ImageRecord]) -> "ImageStatistics":
-        """Compute the statistics of images."""
+        """Compute the number of images, and quantiles of their sizes and aspect ratios."""
         sides = np.array([sorted((r.height, r.width)) for r in records])
         return cls(
             count=len(records),

@@ -22,7 +22,11 @@ FAR_OUTSIDE = "coordinates far outside the image"
 
 
 class InvalidAnnotationError(ValueError):
-    """Invalid annotation. The message has no details, so that equal reasons can be counted."""
+    """An annotation is invalid.
+
+    The message depends only on the kind of fault, so that a report can count the faults of each
+    kind.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +113,8 @@ def _segmentation_from(
     `limit` is the largest valid absolute value of a coordinate, in pixels.
 
     Raises:
-        InvalidAnnotationError: The RLE is invalid, or all polygons are, or the annotation has no
-            segmentation.
+        InvalidAnnotationError: The annotation has no segmentation, its RLE is invalid, or all its
+            polygons are invalid.
     """
     value = annotation.get("segmentation")
     if not value:
@@ -161,7 +165,7 @@ def _bbox_from(value: Any, limit: float) -> tuple[float, float, float, float]:
 def _floats_from(values: list[Any]) -> list[float]:
     """Convert numbers, or texts that contain numbers, to floats.
 
-    The list is empty if one of the values is neither.
+    If a value cannot be converted, the list is empty.
     """
     try:
         return [*map(float, values)]

@@ -29,7 +29,7 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
 
 
 def similar_names(names: Iterable[str]) -> list[str]:
-    """Return the groups of different class names that are equal but for case and blanks.
+    """Return groups of different class names that differ only in case or blanks.
 
     Each group is a text with the names in quotation marks.
     """
@@ -40,7 +40,7 @@ def similar_names(names: Iterable[str]) -> list[str]:
 
 
 def _remedy(name: str, known: Sequence[Category]) -> str:
-    """Return the advice for a category `name` of a data set that differs from the model's."""
+    """Return the advice for a category `name` that is not among the model's classes `known`."""
     for category in known:
         if _folded(category.name) == _folded(name):
             return (

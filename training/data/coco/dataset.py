@@ -84,7 +84,8 @@ class CocoDataset:
         Args:
             config: Paths of the image folder and the annotation file.
             on_broken: "skip": leave out invalid entries and images whose file is missing, and log a
-                warning with their number. "refuse": raise `DataError` if there are any.
+                warning with their number. "refuse": raise `DataError` if there are such entries or
+                images.
             source: Converted annotations, if the file is not in COCO format. None: read the file.
 
         Raises:
@@ -121,7 +122,7 @@ class CocoDataset:
         return len(self.records)
 
     def ground_truth(self, image_ids: Iterable[int] | None = None) -> dict[str, Any]:
-        """Return the content of a COCO annotation file with all valid annotations, with new ids.
+        """Return the valid annotations, with new ids, as the content of a COCO annotation file.
 
         Args:
             image_ids: Ids of the images to include. None: all images.
@@ -175,7 +176,10 @@ class CocoDataset:
 
 
 def summary_of(findings: Mapping[str, Sequence[str]]) -> str:
-    """Return a text with each reason, its number of entries, and the names of the first of them."""
+    """Return a text with each reason, the number of its entries, and the first entries' names.
+
+    `findings` maps each reason to the names of its entries.
+    """
     return "; ".join(
         f"{len(ids)} {reason} ({', '.join(ids[:_IDS_SHOWN])}"
         f"{', ...' if len(ids) > _IDS_SHOWN else ''})"

@@ -19,7 +19,7 @@ Findings = dict[str, list[str]]
 
 
 class ImageEntry(NamedTuple):
-    """Valid entry of the list `images`."""
+    """Valid entry of the list `images` in a COCO file."""
 
     # The id in the COCO file if it is an integer, else a new integer.
     id: int
@@ -46,8 +46,8 @@ def index_images(
     Args:
         entries: Entries of the list.
         folder: Image folder.
-        faults: The file names of invalid entries are added to it.
-        repairs: The file names of entries with a new id or another path are added to it.
+        faults: File names by reason, to which the invalid entries are added.
+        repairs: File names by reason, to which entries with a new id or another path are added.
     """
     names = {name for entry in entries if isinstance(name := entry.get("file_name"), str)}
     found = find_image_paths(folder, names)
@@ -92,9 +92,9 @@ def index_annotations(
         entries: Entries of the list.
         images: Result of `index_images`. Annotations of invalid images are ignored.
         labels: Label (1 is the first class) by category id.
-        faults: The ids of invalid entries are added to it.
-        repairs: The ids of entries with a duplicate id, or with some invalid polygons, are added to
-            it.
+        faults: Annotation ids by reason, to which the invalid entries are added.
+        repairs: Annotation ids by reason, to which entries with a duplicate id, or with some
+            invalid polygons, are added.
     """
     instances: dict[int, list[Instance]] = defaultdict(list)
     seen: set[str] = set()
@@ -123,7 +123,7 @@ def index_annotations(
 
 
 def _integer_ids(keys: Sequence[int | str | None]) -> dict[int | str, int]:
-    """Return an integer for each id. Integers are kept; strings get new numbers in their order."""
+    """Map each id to an integer: integers to themselves, strings to new numbers in list order."""
     integers = [key for key in keys if isinstance(key, int)]
     strings = dict.fromkeys(key for key in keys if isinstance(key, str))
     free = max((0, *integers)) + 1
@@ -133,7 +133,7 @@ def _integer_ids(keys: Sequence[int | str | None]) -> dict[int | str, int]:
 def _size_of(entry: Mapping[str, Any], path: Path) -> tuple[int, int] | None:
     """Return height and width from an entry or, if they are missing, from the image file's header.
 
-    None: the header cannot be read either.
+    None: the entry has no size, and the header cannot be read.
     """
     height, width = integer_from(entry.get("height")), integer_from(entry.get("width"))
     if height and width and min(height, width) > 0:

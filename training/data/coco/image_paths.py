@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class ImagePaths(NamedTuple):
-    """Paths of the listed image files that exist."""
+    """Paths of the image files that a COCO file lists, and names of moved or missing files."""
 
     # By listed name.
     paths: Mapping[str, Path]
@@ -55,7 +55,7 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
 def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
     """Return the path of a listed image file. None: the file is missing.
 
-    `present` are the names of all entries directly in `folder`.
+    `present` contains the names of all files and folders directly in `folder`.
     """
     # Programs on Windows write backslashes, so try the name with slashes too.
     for candidate in (name, name.replace("\\", "/")):
@@ -70,9 +70,9 @@ def _last_part(name: str) -> str:
 
 
 def _files_named(folder: Path, names: set[str]) -> defaultdict[str, list[Path]]:
-    """Return the paths of the files in a folder, at any depth, with one of `names`, by name.
+    """Find files with the given names in a folder, at any depth. Return paths by file name.
 
-    Names in another case of letters are included.
+    Files whose names differ from `names` only in the case of letters are included.
     """
     found = defaultdict(list)
     folded = {name.casefold() for name in names}

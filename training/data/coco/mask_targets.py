@@ -32,7 +32,8 @@ def mask_from_segmentation(
         segmentation: Polygons or RLE in pixels of the original image.
         source: Height and width of the original image.
         target: Height h and width w of the mask.
-        region: Non-empty box inside the image that the mask covers. None: the whole image.
+        region: Box that the mask covers: xyxy in pixels of the original image, not empty, and
+            inside the image. None: the whole image.
 
     Returns:
         Mask `[h, w]` of 0 and 1.

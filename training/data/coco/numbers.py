@@ -20,7 +20,7 @@ def integer_from(value: Any) -> int | None:
 
 
 def id_from(value: Any) -> int | str | None:
-    """Return an id as `int` if it is an integer in any notation, else as `str`.
+    """Return an id as `int` if it is an integer, also written "480" or 480.0, else as `str`.
 
     None: the value is neither an integer nor a string with characters.
     """

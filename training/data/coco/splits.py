@@ -28,9 +28,9 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     Candidates for the image folder of a split are `folder`, `folder/images` and their subfolders.
     The first one that contains an image of the split is chosen, in this order: folders whose name
     is the end of the split's name (`val2014/` for `minival2014`), longest name first; `images/`;
-    `folder`; all others that do not belong to another split. If none contains an image, the first
-    of the named folders or `images/` is chosen. Splits without an image folder are skipped with a
-    warning.
+    `folder`; all others that do not belong to another split. If no candidate contains an image of
+    the split, the first folder named after the split, else `images/`, is chosen. Splits without an
+    image folder are skipped with a warning.
 
     Raises:
         DataError: There is no annotation file, or no split has an image folder.
@@ -47,7 +47,8 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
 def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, DatasetConfig]:
     """Pair each split's annotation file with its image folder in the data set's folder.
 
-    Splits without an image folder are skipped with a warning.
+    `by_split` maps the name of each split to its annotation file. Splits without an image folder
+    are skipped with a warning.
 
     Raises:
         DataError: No split has an image folder.
@@ -71,7 +72,7 @@ def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, Dataset
 
 
 def annotation_files(folder: Path) -> list[Path]:
-    """Return the files `instances_*.json` in the subfolder `annotations`, else all JSON files."""
+    """Return a data set's files `annotations/instances_*.json`, else all `annotations/*.json`."""
     files = sorted((folder / "annotations").glob("[!.]*.json"))
     # In this folder, COCO also has files with captions and keypoints. Ignore all other files if
     # there are instances files.
@@ -105,7 +106,7 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
 
 
 def _is_named(place: Path, split: str) -> bool:
-    """Whether a split's name ends with that of an image folder, as `minival2014` with `val2014`.
+    """Whether a split's name ends with a folder's name, as `minival2014` ends with `val2014`.
 
     A folder named by a synonym of the split, such as `valid` for `val`, matches too.
     """

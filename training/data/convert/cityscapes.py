@@ -96,7 +96,7 @@ def _image_from(source: Path) -> ConvertedImage:
 
 
 def _object_from(value: int) -> LabelledObject | None:
-    """Return class and crowd flag of an instance id. None: the benchmark lacks the class."""
+    """Return class and crowd flag of a pixel value of `gtFine`. None: not a benchmark class."""
     is_crowd = value < _IDS_PER_CLASS
     category_id = value if is_crowd else value // _IDS_PER_CLASS
     if category_id not in _ID_BY_NAME.values():

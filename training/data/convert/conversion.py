@@ -97,7 +97,7 @@ def write_coco_files(
         on_image: Called before the conversion of each image.
 
     Returns:
-        Written file by split.
+        Path and counts of the written file, by name of the split.
 
     Raises:
         DataError: A file exists and `overwrite` is False, or an annotation file cannot be read.
@@ -171,7 +171,7 @@ def source_content(
 
 
 def with_ids_of(known: Sequence[Category], source: SourceContent) -> SourceContent:
-    """Return `source` with the ids of `known` for all categories whose names `known` contains.
+    """Return `source` with new category ids: those of the categories of equal name in `known`.
 
     Categories with other names get new ids.
     """

@@ -14,14 +14,14 @@ from ..coco.dataset import DataError
 
 
 class LabelledObject(NamedTuple):
-    """Object that a value of a label map identifies: its category, and whether it is a crowd."""
+    """Category and crowd flag of the object that a pixel value of a label map identifies."""
 
     category_id: int
     is_crowd: bool = False
 
 
 def read_label_map(path: Path, modes: Collection[str]) -> NDArray[np.int64]:
-    """Read the pixel values `[H, W]` of a PNG file: of a palette image, the palette indices.
+    """Read the pixel values `[H, W]` of a PNG file, or the palette indices of a palette image.
 
     Args:
         path: The PNG file.

@@ -57,12 +57,12 @@ def is_labelme(content: Any) -> bool:
 def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
     """Read the LabelMe files `files` of the data set in `folder`.
 
-    Files below folders with names such as `train`, `val` and `test` form the splits of these names,
-    all others the split `all`. Shapes with the same label and `group_id` are one object. Labels
-    become classes in alphabetical order.
+    A file below a folder with a name such as `train`, `val` or `test` belongs to the split of this
+    name, any other file to the split `all`. Shapes with the same label and `group_id` are one
+    object. Labels become classes in alphabetical order.
 
     Raises:
-        DataError: No file has a label.
+        DataError: No file has a labelled shape with an area.
     """
     parsed: dict[Path, _LabelmeFile | str] = {path: _parsed(path) for path in files}
     files_read = (file for file in parsed.values() if not isinstance(file, str))
@@ -188,7 +188,11 @@ def _image_of(path: Path, image_path: str, folder: Path) -> Path | None:
 
 
 class _InvalidShapeError(Exception):
-    """Invalid shape. The message has no details, so that equal reasons can be counted."""
+    """A shape in a LabelMe file is invalid.
+
+    The message depends only on the kind of fault, so that a report can count the faults of each
+    kind.
+    """
 
 
 def _label_of(shape: Mapping[str, Any]) -> str:

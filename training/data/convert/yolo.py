@@ -110,7 +110,7 @@ def _source_splits(
 
 
 def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Path, Path]) -> None:
-    """Log the number of images without a label file: background images, or misplaced labels.
+    """Log a warning with the number of a split's images that have no label file, if any.
 
     Raises:
         DataError: No image of the split `train` has a label file.
@@ -184,7 +184,7 @@ def _convert(
         image: Image file.
         labels: Label file by image file. An image without an entry has no objects.
         folder: Folder to which the paths in faults are relative.
-        known: Numbers of the classes.
+        known: Valid class numbers.
 
     Raises:
         UnusableSourceError: The image's header cannot be read.
@@ -211,7 +211,10 @@ def _convert(
 
 
 def _annotation_from(line: str, height: int, width: int, known: set[int]) -> dict[str, Any] | str:
-    """Return the COCO annotation for a line of a label file, or the reason why it is invalid."""
+    """Return the COCO annotation for a line of a label file, or the reason why it is invalid.
+
+    `height` and `width` are the size of the image in pixels; `known` are the valid class numbers.
+    """
     try:
         number, *values = (float(word) for word in line.split())
     except ValueError:

@@ -28,7 +28,8 @@ def find_images(folder: Path, root: str, value: Any) -> FoundImages:
     Args:
         folder: Folder of the YAML file.
         root: Value of the key `path` in the YAML file; empty if the file does not have this key.
-        value: A folder, a text file that lists images, or a list of these.
+        value: Value of the split's key in the YAML file: a folder, a text file that lists images,
+            or a list of these.
     """
     images: set[Path] = set()
     faults: Findings = defaultdict(list)
@@ -74,7 +75,7 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def _has_labels(path: Path) -> bool:
-    """Whether each line of a file has a class and coordinates, unlike a list of class names."""
+    """Whether each line of a text file is a class number and at least four coordinates."""
     rows = [line.split() for line in _lines_of(path) if line.strip()]
     try:
         return all(len(row) > 4 and isfinite(sum(map(float, row))) for row in rows)
@@ -87,7 +88,8 @@ def _resolve(folder: Path, root: str, text: str) -> Path | None:
 
     Args:
         folder: Folder of the file that contains `text`.
-        root: Folder that paths may be relative to, itself relative to `folder` or absolute.
+        root: Another folder that `text` may be relative to: an absolute path, or relative to
+            `folder`.
         text: Path of an image, folder or list of images.
     """
     text = text.replace("\\", "/")

@@ -22,10 +22,10 @@ _COPY_SUFFIX = re.compile(r"\.rf\.[0-9a-zA-Z]+(?=\.\w+$)")
 
 
 def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Content]:
-    """Divide a data set by a hash of the file names.
+    """Divide a data set into parts by a hash of the image file names.
 
-    An image therefore stays in its part when the data set grows. All copies of an image that
-    Roboflow augmented are in the same part.
+    An image therefore stays in its part when the data set grows. All augmented copies that Roboflow
+    made of one image are in the same part.
 
     Args:
         content: The data set.
@@ -60,8 +60,8 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
     If several data sets list the same image file, the merged set has one image with the annotations
-    of all these data sets. Annotations of an image that have the same category, box and
-    segmentation become one, and the faults list the others.
+    of all these data sets. Of several annotations of an image with the same category, box and
+    segmentation, the first is kept. The faults of the merged set contain the ids of the others.
 
     Args:
         sources: Image folder and content of each data set, at least one.
@@ -126,7 +126,7 @@ def filter_content(
         drop_empty: Drop images without annotations.
 
     Raises:
-        DataError: A class does not exist.
+        DataError: The data set lacks a class in `classes`.
     """
     names = [str(category.get("name")) for category in content["categories"]]
     if unknown := [name for name in classes or () if name not in names]:
@@ -198,7 +198,7 @@ def _merge_categories(
 
 
 def _shape_of(annotation: Mapping[str, Any]) -> bytes | int:
-    """Return a value that is equal for annotations of equal box and segmentation."""
+    """Return a value that is equal for annotations with equal box, segmentation and `iscrowd`."""
     box, segmentation = annotation.get("bbox"), annotation.get("segmentation")
     if not box and not segmentation:
         return id(annotation)  # without either, annotations cannot be compared

@@ -70,7 +70,7 @@ class _Measurements(NamedTuple):
 
 
 def suspicious_annotations(records: Sequence[ImageRecord]) -> list[Suspicion]:
-    """Find suspicious annotations. An annotation has one entry for each of its reasons."""
+    """Find suspicious annotations. The result has an entry per annotation and reason."""
     suspicions = []
     for start in range(0, len(records), _CHUNK_IMAGES):
         suspicions += _suspicious_in(records[start : start + _CHUNK_IMAGES])

@@ -13,7 +13,7 @@ def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[
         train: The split for training. None: there is none.
 
     Returns:
-        Names and messages by the reason.
+        Class names and error messages, by the reason for suspicion.
     """
     findings = {}
     if similar := similar_names(category.name for category in dataset.categories):

@@ -61,7 +61,7 @@ def undecodable_files(
 
 
 def read_headers(records: Sequence[ImageRecord]) -> list[HeaderSize | ImageError]:
-    """Return the size of each image from the header of its file, or the error if that fails."""
+    """Return the size of each image from its file's header, or the error if reading fails."""
 
     def read(record: ImageRecord) -> HeaderSize | ImageError:
         try:
@@ -94,7 +94,7 @@ def misfit_files(
 def rotated_files(
     records: Sequence[ImageRecord], headers: Sequence[HeaderSize | ImageError]
 ) -> list[Suspicion]:
-    """Find image files with an EXIF rotation. The reasons say whether training applies it.
+    """Find image files with an EXIF rotation. Each reason says if training applies the rotation.
 
     `headers` is the result of `read_headers`.
     """

@@ -56,9 +56,10 @@ class GridSample(NamedTuple):
 def choose_samples(
     datasets: Sequence[CocoDataset], suspicions: Sequence[Suspicion], count: int, seed: int
 ) -> list[GridSample]:
-    """Choose sample images: up to half of them suspicious, the others at random.
+    """Choose sample images: up to half of them suspicious images, the others random images.
 
-    The suspicious ones are chosen for each reason in turn, so that rare reasons appear too.
+    Suspicious images are taken from each reason in turn, so that images with rare reasons appear
+    too.
 
     Args:
         datasets: Splits of a data set.

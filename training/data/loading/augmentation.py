@@ -32,7 +32,7 @@ _PASTED_SHARE = 0.5
 
 @contextmanager
 def random_numbers(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator for the block. Restore the generator's state afterwards."""
+    """Seed torch's CPU generator for a `with` block. Restore the generator's state afterwards."""
     # torch.manual_seed would also seed the generators of the GPUs.
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
@@ -59,7 +59,8 @@ class Augmentation:
     def min_size(self, min_size: int) -> int:
         """Return the shorter side to resize an image to.
 
-        This is `min_size`, or a random one of the sizes of `RandomShortestSize` if that is applied.
+        This is `min_size`, or a random one of the sizes of the transform `RandomShortestSize` if
+        this transform is applied.
         """
         if isinstance(self._resize, RandomShortestSizeConfig) and _happens(self._resize):
             sizes = self._resize.min_size
@@ -78,15 +79,16 @@ class Augmentation:
         return max(1, int(size[0] * factor)), max(1, int(size[1] * factor))
 
     def pastes(self) -> bool:
-        """Decide at random whether to paste objects of another image."""
+        """Decide at random whether to paste objects of another image into an image."""
         return self._paste is not None and _happens(self._paste)
 
     def transform(self, sample: Sample, limits: tuple[int, int]) -> Sample:
         """Apply the transforms other than resizing and copy-paste to a resized sample.
 
-        If `changes_outlines` is True, the sample must have masks of the whole image. The sample is
-        then cropped to at most the height and width `limits`, its boxes are computed from the
-        masks, and objects without a visible pixel are dropped. Otherwise, `limits` is not used.
+        If a transform changes the outlines of masks (attribute `changes_outlines`), the sample must
+        have masks of the whole image. The sample is then cropped to at most the height and width
+        `limits`, its boxes are computed from the masks, and objects without a visible pixel are
+        dropped. Otherwise, `limits` is not used.
         """
         height, width = sample.size
         pixels = torch.from_numpy(np.ascontiguousarray(_pixels_of(sample).transpose(2, 0, 1)))
@@ -116,7 +118,7 @@ class Augmentation:
 
 
 def paste_objects(sample: Sample, source: Sample) -> Sample:
-    """Paste random objects of `source` onto `sample`. Both need masks of the whole image.
+    """Paste random objects of `source` onto `sample`. Both need masks of whole images.
 
     The images are aligned at the upper left corner. Objects that become hidden are dropped.
     """

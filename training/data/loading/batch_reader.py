@@ -104,7 +104,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         )
 
     def _candidates(self, index: int) -> Iterator[int]:
-        """Yield the index of an image and, in training, of the images that may replace it."""
+        """Yield `index` and, in training, the indices of images that may replace this image."""
         yield index
         if self._training:
             for other in chain(range(index + 1, len(self.records)), range(index)):
@@ -160,7 +160,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     def _transformed(
         self, augmentation: Augmentation, index: int, seed: int, *, flip: bool
     ) -> Sample:
-        """Return an augmented sample with masks of the whole image, cropped to its shape bucket."""
+        """Return an augmented sample, cropped to its shape bucket. Masks cover the whole image."""
         record = self.records[index]
         min_size = augmentation.min_size(self._config.min_size)
         size = augmentation.input_size(self._input_size(record, min_size))

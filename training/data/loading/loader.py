@@ -119,7 +119,7 @@ def train_loader(
     world_size: int = 1,
     pin_memory: bool = False,
 ) -> TrainLoader:
-    """Create the loader of one rank's training batches, from `first_iteration` to the last.
+    """Create the loader of one rank's training batches, from `first_iteration` to the run's end.
 
     The loader yields `solver.accumulate` batches per iteration.
 

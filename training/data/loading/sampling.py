@@ -93,7 +93,7 @@ class GlobalBatches:
     def _repeated(
         self, members: NDArray[np.int64], size: int, rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Return `size` indices in random order: `members`, repeated by their factors."""
+        """Repeat the image indices `members` by their factors. Return `size` indices, shuffled."""
         assert self._factors is not None
         # Use systematic sampling: each image occurs floor or ceil of its factor times, and an epoch
         # has the same length whatever the random numbers are.

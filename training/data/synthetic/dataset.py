@@ -149,7 +149,7 @@ def _draw_image(folder: Path, config: SyntheticConfig, split: str, index: int) -
 def annotation_from_object(scene_object: SceneObject) -> dict[str, Any]:
     """Return the COCO annotation of an object's visible part, without `id` and `image_id`.
 
-    Crowds and objects with holes get an RLE, others one polygon per visible piece.
+    Crowds and objects with holes get an RLE, other objects one polygon per visible piece.
     """
     height, width = scene_object.visible.shape
     rings = _rings_from_coverage(scene_object.visible)

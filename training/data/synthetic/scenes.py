@@ -108,7 +108,7 @@ def _random_figures(
 
 
 def _paint(rng: Generator, image: Texture, figure: _Figure) -> None:
-    """Paint a figure and its shadow onto `image`, which is changed."""
+    """Paint a figure and its shadow onto `image`, in place."""
     window = figure.patch.rows, figure.patch.columns
     coverage = figure.patch.coverage
     height, width = coverage.shape
