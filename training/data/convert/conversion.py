@@ -42,7 +42,7 @@ class ConvertedImage:
 
 @dataclass(frozen=True, slots=True)
 class SourceSplit:
-    """Files of one split of a data set to convert."""
+    """Images and annotation files of one split, in a format other than COCO."""
 
     # Image folder.
     images: Path

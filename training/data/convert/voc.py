@@ -100,7 +100,7 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
 
 
 def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:
-    """Whether the XML box that matches an annotation is marked as difficult.
+    """Whether the box in the XML file that matches an annotation is marked as difficult.
 
     False if no box matches.
     """

@@ -41,7 +41,7 @@ _GOLDEN_RATIO = 0.618034
 
 
 class GridSample(NamedTuple):
-    """Image to draw in a cell of the grid."""
+    """Image with annotations, to draw in one cell of a grid of sample images."""
 
     record: ImageRecord
     categories: tuple[Category, ...]

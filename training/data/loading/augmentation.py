@@ -46,7 +46,7 @@ class Augmentation:
     """Random transforms of samples, with random numbers of torch's generator on the CPU."""
 
     def __init__(self, transforms: Sequence[TransformConfig]) -> None:
-        """Divide the transforms into resizing, copy-paste, and the others (applied in between)."""
+        """Divide the transforms into resizing (applied first), copy-paste (last), and others."""
         self._resize = next((t for t in transforms if isinstance(t, RESIZING)), None)
         self._paste = next((t for t in transforms if isinstance(t, SimpleCopyPasteConfig)), None)
         special = (*RESIZING, SimpleCopyPasteConfig)

@@ -227,6 +227,7 @@ def _masks_of(
     """Return the masks of n objects: [n, h, w] of the whole image at size `target`.
 
     If `side` is given, return [n, side, side]: masks of `regions`, the boxes of the objects.
+    `source` and `target` are the heights and widths of the original and the resized image.
     """
     shape = (side, side) if side else target
     masks = np.zeros((len(objects), *shape), np.uint8)
