@@ -25,29 +25,30 @@ class _Waiter:
 class AdmissionController:
     """Admission slots. Each in-flight image holds one.
 
-    The slots are shared among connections, max-min fair up to the size of one request:
+    Connections share the slots max-min fairly; deviations are at most the size of one request:
 
     - While slots are free and no request waits, each request is admitted. A single connection can
       use all slots.
     - Otherwise a request waits if its connection, including this request, holds or waits for at
       most its max-min fair share of the slots. A connection's only request always waits, unless
-      there are more connections than slots.
+      there are more connections with requests than slots.
     - Requests beyond that share are rejected, except requests of streams, which wait; see
       `acquire`.
-    - Freed slots go to the waiting connection that holds the fewest, in round-robin order among
-      equals. If these slots are too few for its request, all others wait too, so that large
-      requests are not overtaken forever.
+    - Freed slots go to the waiting connection that holds the fewest slots; among equals, in
+      round-robin order. If the free slots are too few for this connection's request, all other
+      requests wait too, so that large requests are not overtaken forever.
 
-    If the server, at its recent service rate, cannot compute `capacity` images within `max_wait_s`,
-    there are fewer slots, so that images that would wait longer are rejected immediately. Batching
-    is fair to connections too, so requests within the share are computed within `max_wait_s`.
+    If the server, at its recent service rate, cannot compute `capacity` images within `max_wait_s`
+    (constructor arguments), the number of slots is reduced: images that would wait longer are
+    rejected immediately. Batching is fair to connections too, so requests within their connection's
+    share are computed within `max_wait_s`.
     """
 
     def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:
         """Create a controller with all slots free.
 
         Args:
-            capacity: Maximum number of slots, and of waiting requests.
+            capacity: Maximum number of slots, and also of waiting requests.
             max_wait_s: Maximum estimated queue time of an image in seconds.
             min_capacity: Minimum number of slots, however low the service rate is.
         """
@@ -64,7 +65,7 @@ class AdmissionController:
 
     @property
     def capacity(self) -> int:
-        """Current number of slots, free or in use. A low service rate reduces it; see the class."""
+        """Current number of slots, free or in use. If the service rate is low, it is reduced."""
         if not self._in_use or self._service_s * self._max_capacity <= self._max_wait_s:
             return self._max_capacity
         fitting = int(self._max_wait_s / self._service_s)
@@ -81,33 +82,33 @@ class AdmissionController:
         return self._in_use * self._service_s
 
     def set_service_time(self, seconds: float) -> None:
-        """Set the moving average of the service time.
+        """Set the moving average of the service time per image.
 
         Args:
-            seconds: Service time of an image: 1 / throughput of the model under full load.
+            seconds: Service time: 1 / throughput (images/s) of the model under full load.
         """
         self._service_s = seconds
         self._admit_waiters()
 
     def observe_service_time(self, seconds: float) -> None:
-        """Update the moving average of the service time with that of one image.
+        """Update the moving average of the service time with the service time of one image.
 
         Args:
-            seconds: Service time of the image; see `set_service_time`.
+            seconds: Service time of the image, as defined in `set_service_time`.
         """
         self._service_s += _SERVICE_TIME_WEIGHT * (seconds - self._service_s)
         self._admit_waiters()
 
     def check(self, peer: str, slots: int = 1) -> None:
-        """Check that a connection may acquire, or wait for, a number of slots now.
+        """Check that a request may acquire, or wait for, a number of slots now.
 
         Args:
             peer: gRPC peer of the request; it identifies the client's connection.
             slots: Number of slots.
 
         Raises:
-            QueueFullError: too few slots are free, and the request exceeds its connection's fair
-                share.
+            QueueFullError: fewer than `slots` slots are free or other requests wait for them, and
+                the request exceeds its connection's fair share.
         """
         if self._is_free(slots) or self._is_within_share(peer, slots):
             return
@@ -124,17 +125,16 @@ class AdmissionController:
     async def acquire(
         self, peer: str, slots: int = 1, *, wait: bool = False
     ) -> AsyncIterator[None]:
-        """Hold slots within the context.
+        """Acquire admission slots for a request, and hold them within the context.
 
         Args:
             peer: gRPC peer of the request; it identifies the client's connection.
             slots: Number of slots, at most the `capacity` given to the constructor.
-            wait: True: if the slots are not free, wait for them even beyond the connection's share.
+            wait: Whether a request that exceeds its connection's fair share may wait for slots.
 
         Raises:
-            QueueFullError: too many requests are waiting, most of them of this connection; or,
-                without `wait`, too few slots are free, and the request exceeds its connection's
-                fair share.
+            QueueFullError: too many requests wait, and no connection has more of them than this
+                one; or `wait` is False, and `check` rejects the request.
         """
         if not wait:
             self.check(peer, slots)
@@ -165,10 +165,13 @@ class AdmissionController:
             raise _too_many_waiting()
 
     def _make_room(self, peer: str) -> None:
-        """If the queue is full, reject the newest request of the connection with the most requests.
+        """If the queue is full, reject a waiting request to make room for one of `peer`.
+
+        It is the newest request of the connection that has the most waiting requests.
 
         Raises:
-            QueueFullError: `peer` is that connection, or would have as many with its new request.
+            QueueFullError: the queue is full, and with one more request, `peer` would have at least
+                as many in it as any other connection.
         """
         if sum(map(len, self._waiting.values())) < self._max_capacity:
             return
@@ -180,7 +183,7 @@ class AdmissionController:
         newest.is_decided.set()
 
     def _admit_waiters(self) -> None:
-        """Admit waiting requests, up to the first that does not fit."""
+        """Admit waiting requests until the free slots are too few for the next one."""
         while self._waiting:
             peer = min(self._waiting, key=lambda peer: self._held[peer])
             first = self._waiting[peer][0]
@@ -225,7 +228,7 @@ class AdmissionController:
 
 
 def _add(slots: Counter[str], peer: str, number: int) -> None:
-    """Add a number of slots to those of a connection. Connections without slots have no entry."""
+    """Add `number`, which may be negative, to the slots of a connection. Delete an entry of 0."""
     slots[peer] += number
     if not slots[peer]:
         del slots[peer]

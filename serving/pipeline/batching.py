@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class BatchResult(NamedTuple, Generic[Result]):
-    """Engine's result for one item, with the queue time, and duration and size of its batch."""
+    """Engine's result for one image, with its queue time and its batch's duration and size."""
 
     value: Result
     # Seconds from the item's arrival to the start of its batch.
@@ -63,7 +63,7 @@ _Batch = Sequence[Ticket[_PendingItem[Item, Result]]]
 
 @dataclass(eq=False)
 class _WorkerState(Generic[Item, Result]):
-    """Worker process, with its state, its batches in flight and its failures."""
+    """Worker process, with its state, in-flight batches and consecutive failures."""
 
     process: WorkerProcess[Item, Result]
     # Whether it accepts batches.
@@ -90,7 +90,7 @@ class Batcher(Generic[Item, Result]):
         """Take ownership of worker processes.
 
         Args:
-            processes: At least one loaded process; all hold the same engine.
+            processes: Processes that have loaded the same engine; at least one.
             policy: Rules for the size of a batch.
         """
         # Properties of the engine, equal in all workers.
@@ -126,12 +126,12 @@ class Batcher(Generic[Item, Result]):
 
     @property
     def concurrency(self) -> int:
-        """Number of batches that the workers can have in flight at once; at least 1."""
+        """Number of batches that all workers together can have in flight; 1 if none is up."""
         return max(1, self.engines_up * self.info.concurrency)
 
     @property
     def waiting(self) -> Counter[str]:
-        """Number of queued items per model name, as given in the requests."""
+        """Number of queued items per model name. The names are those in the requests."""
         return Counter(ticket.item.model for ticket in self._schedule)
 
     async def warm_up(self) -> None:
@@ -194,7 +194,7 @@ class Batcher(Generic[Item, Result]):
             worker.process.exited.result()
 
     async def _next_batch(self) -> tuple[_WorkerState[Item, Result], _Batch[Item, Result]]:
-        """Wait for the next batch and a worker that can compute it."""
+        """Wait until a worker can compute a next batch. Return the worker and the batch."""
         while True:
             self._changed.clear()
             now = time.monotonic()
@@ -209,9 +209,9 @@ class Batcher(Generic[Item, Result]):
                 await asyncio.wait_for(self._changed.wait(), None if due is None else due - now)
 
     def _least_busy(self) -> _WorkerState[Item, Result] | None:
-        """Return the worker with the fewest batches in flight; among equals, the longest unused.
+        """Return the worker with the fewest in-flight batches, or None if none accepts a batch.
 
-        None: all workers are down or at their concurrency limit.
+        Among equals, it is the worker whose last batch started first.
         """
         able = [w for w in self._workers if w.is_up and w.in_flight < self.info.concurrency]
         return min(able, key=lambda worker: (worker.in_flight, worker.last_start), default=None)
@@ -241,7 +241,7 @@ class Batcher(Generic[Item, Result]):
         self._changed.set()
 
     async def _keep_up(self, index: int) -> None:
-        """Restart the worker at this index whenever its process ends."""
+        """Restart the worker with this index, from 0, whenever its process ends."""
         while True:
             worker = self._workers[index]
             self._changed.set()
@@ -260,7 +260,7 @@ class Batcher(Generic[Item, Result]):
             _fail(self._schedule.take_all(), _down_error())
 
     async def _restart(self, index: int) -> None:
-        """Start a new process for the worker at this index; retry until that succeeds."""
+        """Start a new process for the worker with this index, from 0. Retry until it is ready."""
         loop = asyncio.get_running_loop()
         pause_s = _FIRST_PAUSE_S
         while True:

@@ -14,12 +14,12 @@ def request_deadline(
     """Return a context manager that cancels its body at a request's deadline.
 
     Args:
-        timeout_s: Time limit in the request, in seconds. None: the server's limit.
+        timeout_s: Time limit in the request, in seconds. None: the request has no limit of its own.
         server_timeout_s: Time limit of the server in seconds. None: the server has no limit. If
             both limits are given, the lower one applies.
 
     Raises:
-        ExpiredError: the body took longer than the limit.
+        ExpiredError: when the context exits, because its body took longer than the limit.
     """
     limits = [s for s in (timeout_s, server_timeout_s) if s is not None]
     if not limits:
@@ -41,7 +41,7 @@ async def time_limit(limit_s: float, timeout_error: Callable[[], Exception]) -> 
 
     Args:
         limit_s: Time limit in seconds.
-        timeout_error: Function that returns the exception to raise at the limit.
+        timeout_error: Function that returns the exception to raise if the limit is exceeded.
     """
     try:
         async with asyncio.timeout(limit_s) as limit:

@@ -19,9 +19,10 @@ _PARTS_OF_BUDGET = 4
 class DecodeMemory:
     """Budget of host memory for decoding images.
 
-    A quarter is set aside for one small image per thread, so small images never wait. Larger
-    images reserve memory from the rest. If too little is free, they wait; connections get memory in
-    round-robin order. No image overtakes a waiting one, so large images are not delayed forever.
+    A quarter of the budget is set aside for small images: `small` bytes per thread, so small images
+    never wait. Larger images reserve memory from the other three quarters. If too little is free,
+    they wait, and connections get memory in round-robin order. If the next image in this order does
+    not fit, all waiting images wait for it, so large images are not delayed forever.
 
     Call the methods from one event loop only.
     """
@@ -47,7 +48,7 @@ class DecodeMemory:
             size: Number of bytes.
 
         Raises:
-            ImageError: `size` is above `largest`.
+            ImageError: `size` exceeds `self.largest`, the most bytes that an image can reserve.
         """
         if size > self.largest:
             raise ImageError(
@@ -64,8 +65,8 @@ class DecodeMemory:
     def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
         """Reserve memory within the context, for an image that a thread of the pool processes.
 
-        Up to `small` bytes, nothing is reserved, because each thread has that much set aside.
-        Arguments and errors are those of `reserve`.
+        If `size` is at most `self.small`, nothing is reserved, because this many bytes are set
+        aside for each thread. The arguments and errors are the same as in `reserve`.
         """
         return self.reserve(peer, size) if size > self.small else nullcontext()
 
@@ -89,7 +90,7 @@ class DecodeMemory:
         self._admit()
 
     def _admit(self) -> None:
-        """Give memory to waiting images, up to the first that does not fit."""
+        """Give memory to waiting images until too little is free for the next one."""
         while self._waiting:
             peer = next(iter(self._waiting))
             size, acquired = self._waiting[peer][0]
@@ -108,7 +109,7 @@ class DecodeMemory:
 
 
 def decode_memory_limit(config: ServeConfig) -> int:
-    """Return the decode memory budget of a server in bytes."""
+    """Return the server's budget of host memory for decoding images, in bytes."""
     if config.decode_memory_mb is None:
         return memory_limit() // _PARTS_OF_LIMIT
     return config.decode_memory_mb << 20

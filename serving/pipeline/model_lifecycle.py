@@ -48,7 +48,7 @@ class ModelLifecycle:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Within the context, compute the batches of the model and of its replacements."""
+        """Within the context, compute the batches of the model and of models that replace it."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._running = tasks.create_task(self.model.run())
@@ -68,7 +68,7 @@ class ModelLifecycle:
             BundleError: the bundle is missing, damaged or lacks a precision.
             BackendError: a backend does not run on this machine, memory does not suffice for the
                 old and the new model, or loading exceeds START_TIMEOUT_S per precision.
-            ReloadError: another served model has the name that the reloaded bundle contains.
+            ReloadError: another served model has one of the names of the reloaded model.
         """
         async with self._changing:
             try:
@@ -125,13 +125,13 @@ class ModelLifecycle:
         return model
 
     def _release(self) -> asyncio.Future[None]:
-        """Start `_release_when_unused` in a task that goes on if the caller is cancelled."""
+        """Start `_release_when_unused` in a task that continues even if the caller is cancelled."""
         release = _release_when_unused(self.model, self._running)
         return asyncio.shield(self._tasks.create_task(release, context=Context()))
 
 
 async def _release_when_unused(model: ServedModel, running: asyncio.Task[None]) -> None:
-    """Wait for a model's in-flight requests, then cancel its batching and close it."""
+    """Wait for a model's in-flight requests, cancel its batching task `running`, and close it."""
     try:
         await model.unused()
     finally:

@@ -49,9 +49,10 @@ class ModelRepository:
 
     @property
     def states(self) -> dict[str, bool]:
-        """Whether requests can be processed now, for each of the names NAME and NAME-PRECISION.
+        """Whether each model can process requests now, by name.
 
-        The names of the first model come first.
+        A model has the name NAME for its default precision, and a name `NAME-PRECISION` for each
+        served precision. The names of the first model come first.
         """
         states: dict[str, bool] = {}
         for pipeline in self.pipelines:
@@ -73,17 +74,17 @@ class ModelRepository:
         )
 
     def find_or_first(self, name: str) -> Pipeline:
-        """Return the pipeline that serves the model `name`, or the first one if none does."""
+        """Return the pipeline that serves the model `name`. If none does, return the first one."""
         return next((own for own in self.pipelines if name in own.model.names), self.first)
 
     async def find_loadable(self, name: str) -> Pipeline:
         """Return the pipeline that serves the model `name` or, if none does, could load it.
 
-        A pipeline could load it if its bundle on disk has this name.
+        A pipeline could load it if the manifest of the pipeline's bundle on disk has this name.
 
         Raises:
-            ModelNotFoundError: no model and no bundle has this name.
-            BundleError: there is no match, and a bundle's manifest cannot be read.
+            ModelNotFoundError: no served model and no manifest has this name.
+            BundleError: no pipeline was found, and a bundle's manifest cannot be read.
         """
         try:
             return self.find(name)
@@ -104,14 +105,15 @@ class ModelRepository:
 
         Raises:
             BundleError, BackendError: see `ServedModel.load`.
-            ServingError: two models share a name. Each has the names NAME and NAME-PRECISION.
+            ServingError: two models have a name in common. A model has the name in its bundle,
+                NAME, and a name `NAME-PRECISION` for each loaded precision.
         """
         for pipeline in self.pipelines:
             await pipeline.model.load()
         self._check_names([name for own in self.pipelines for name in own.model.names])
 
     async def warm_up(self) -> None:
-        """Warm up all models, and estimate their service times."""
+        """Warm up all models, and report their service times to admission control."""
         for pipeline in self.pipelines:
             pipeline.admission.set_service_time(await pipeline.model.warm_up())
 
@@ -124,7 +126,7 @@ class ModelRepository:
             yield
 
     async def reload_when_set(self, requested: asyncio.Event) -> None:
-        """Reload all bundles each time `requested` is set. If one fails, its old model stays."""
+        """Reload all models each time `requested` is set. If one fails, its old model stays."""
         while True:
             await requested.wait()
             requested.clear()
@@ -143,8 +145,8 @@ class ModelRepository:
         If no model does, the metrics count a failed request for the first model.
 
         Raises:
-            QueueFullError: too few slots are free, and the request exceeds its connection's fair
-                share.
+            QueueFullError: no model has a free admission slot, and at each model the image exceeds
+                the connection's fair share of the slots.
         """
         failures = []
         for pipeline in self.pipelines:
@@ -165,7 +167,12 @@ class ModelRepository:
             pipeline.model.close()
 
     def _check_reloaded(self, reloaded: Pipeline, model: ServedModel) -> None:
-        """Raise ReloadError if `model`, to be served by `reloaded`, has a name of another model."""
+        """Raise ReloadError if `model` has a name that a model of another pipeline has.
+
+        Args:
+            reloaded: Pipeline that is about to replace its model by `model`.
+            model: Model with all its names, NAME and `NAME-PRECISION`.
+        """
         models = (model if own is reloaded else own.model for own in self.pipelines)
         try:
             self._check_names([name for own in models for name in own.names])

@@ -11,10 +11,12 @@ _CALLS_PER_FREE_CALL = 8
 class OpenCalls:
     """Number of open calls of each connection, and the limit on these numbers.
 
-    If F further calls can be opened, a connection may have up to 8 * F open calls (dynamic
-    thresholds; Choudhury and Hahne, 1998). A single connection can thus open about 8/9 of all. The
-    rest is left for a second connection, which soon has as many as the first. A call beyond the
-    limit is rejected at once, because other calls can stay open for hours.
+    The server accepts at most `limit` open calls. If F of them are free, each connection may have
+    up to 8 * F open calls (dynamic thresholds; Choudhury and Hahne, 1998). A single connection can
+    thus open about 8/9 of `limit`, because 1/9 is then free. If a second connection opens calls, F
+    falls, and the first cannot open new ones until enough of its calls have ended. Each can then
+    have about 8/17. A call beyond the limit is rejected at once, because calls can stay open for
+    hours.
     """
 
     def __init__(self, limit: int) -> None:
@@ -28,7 +30,7 @@ class OpenCalls:
             peer: gRPC peer of the call; it identifies the client's connection.
 
         Raises:
-            QueueFullError: too many calls are open, of all connections or of this one.
+            QueueFullError: all connections together, or this one, have too many open calls.
         """
         own, free = self._open[peer], self._limit - self._open.total() - 1
         if free < 0 or own > _CALLS_PER_FREE_CALL * free:

@@ -34,7 +34,7 @@ class InferenceRequest:
 
 
 class Pipeline:
-    """Processor of a model's inference requests. Use it within the context `lifecycle.running`."""
+    """Processor of a model's inference requests. Use it within `self.lifecycle.running()`."""
 
     def __init__(
         self, source: ModelSource, config: ServeConfig, resources: SharedResources
@@ -70,7 +70,7 @@ class Pipeline:
     def stream_window(self) -> int:
         """Maximum number of in-flight images per stream.
 
-        They fill one batch more than the model can compute at once.
+        These images fill one batch more than all workers of the model can have in flight.
         """
         return (self.model.batcher().concurrency + 1) * self._config.max_batch
 
@@ -86,8 +86,8 @@ class Pipeline:
 
         Raises:
             ImageError: invalid image.
-            InvalidRequestError: the precision is not served.
-            BackendDownError: no worker is up, or the worker that computed the image ended.
+            InvalidRequestError: the requested precision is not served.
+            BackendDownError: no worker is up, or the worker process ended during the image's batch.
             BackendError: the engine failed on the image's batch.
         """
         source, scheduling = request.source, request.scheduling
@@ -131,7 +131,7 @@ class Pipeline:
     ) -> TimedResult[EngineItem]:
         """Convert an image to the engine's input.
 
-        If this needs much memory, decode memory is reserved until the caller closes `memory`.
+        If decoding needs a reservation of host memory, it is held until the caller closes `memory`.
         """
         small = self.decode_memory.small
         if host.is_quick(source):
@@ -160,9 +160,9 @@ class Pipeline:
     ) -> None:
         """Report the image's service time to admission control.
 
-        The service time is the longer of two times: the time of the batch, divided by the images
-        that the model computes at once, and the decode and encode time, divided by the number of
-        threads.
+        The service time is the longer of two times: the duration of the batch, divided by the
+        number of images in all concurrent batches, and the image's decode and encode time, divided
+        by the number of threads.
         """
         infer_s = result.infer_s / result.batch_size / batcher.concurrency
         host_s = (decoded.elapsed_s + encoded.elapsed_s) / self.threads.size

@@ -15,9 +15,9 @@ _MAX_CLIENTS: Final = 10_000
 
 
 class RateLimits:
-    """Token buckets of requests and of images, one pair per client.
+    """Two token buckets per client: one for requests, one for images.
 
-    A bucket holds as many tokens as it gains in a second, but at least one.
+    The capacity of a bucket is the number of tokens that it gains per second, but at least 1.
     """
 
     def __init__(
@@ -46,13 +46,14 @@ class RateLimits:
         self._clients: dict[str, tuple[float, dict[str, float]]] = {}
 
     def charge(self, images: int) -> None:
-        """Count one request with `images` images of the current client.
+        """Take the tokens of one request with `images` images from the client's buckets.
 
-        A request with more images than a bucket can hold is accepted if the bucket is full. The
-        bucket's balance then becomes negative, which delays the client's next requests.
+        The client is that of the current task, `current_client`. A request with more images than
+        the bucket's capacity is accepted if the bucket is full. The bucket's balance then becomes
+        negative, which delays the client's next requests.
 
         Raises:
-            RateLimitError: the client has reached a limit.
+            RateLimitError: the client has exceeded its limit of requests or images per second.
         """
         if not self._rates:
             return
@@ -79,7 +80,7 @@ class RateLimits:
     def _forget(self, now: float) -> None:
         """If there are more than `_MAX_CLIENTS` clients, drop those that have been idle longest.
 
-        Stop at the first client with a bucket that is not full.
+        Stop at the first client that has, at time `now`, a bucket that is not full.
         """
         while len(self._clients) > _MAX_CLIENTS:
             client, (before, balances) = next(iter(self._clients.items()))

@@ -6,8 +6,8 @@ The image with the lowest service tag is served first. The tag of a new image is
 - T is the tag of the latest queued image of the same connection and priority; 0 if there is none.
 - W is 1, 8 or 64 for priority 1, 2 or 3, of which 1 is the most urgent.
 
-If two connections both have a backlog, the one with the more urgent priority gets eight images per
-image of the next priority, and neither starves.
+If two connections with adjacent priorities both have a backlog, the more urgent one gets eight
+images per image of the other, and neither starves.
 """
 
 from bisect import insort
@@ -37,12 +37,12 @@ class BatchPolicy(NamedTuple):
     def size_of(self, waiting: int, *, overdue: bool) -> int:
         """Return the size of the next batch, or 0 to wait for more images.
 
-        The size is `max_batch`, or else the largest preferred size that can be filled. If an image
-        has waited for `max_delay_s`, the batch takes all waiting images.
+        The size is `max_batch` or, if fewer images are queued, the largest size in `preferred` that
+        they fill. If they fill none and `overdue` is True, the batch takes all queued images.
 
         Args:
             waiting: Number of queued images.
-            overdue: Whether one of them has waited for `max_delay_s`.
+            overdue: Whether at least one queued image has waited for `max_delay_s`.
         """
         if waiting >= self.max_batch:
             return self.max_batch
@@ -52,7 +52,7 @@ class BatchPolicy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ticket(Generic[T]):
-    """Queued item, with its arrival time and its tag in the fair queue (lowest is served first)."""
+    """Queued item, with its arrival time and its service tag (the lowest tag is served first)."""
 
     item: T
     bucket: ShapeBucket
@@ -85,7 +85,7 @@ class Schedule(Generic[T]):
     def add(
         self, item: T, bucket: ShapeBucket, scheduling: SchedulingOptions, now: float
     ) -> Ticket[T]:
-        """Queue an item for a batch of its bucket, and return its ticket."""
+        """Queue an item for a batch of its shape bucket, and return the item's ticket."""
         mine = self._connections.setdefault((scheduling.peer, scheduling.priority), [])
         last = mine[-1].service_tag if mine else 0
         tag = max(self._virtual_time, last) + _WEIGHT ** (scheduling.priority - 1)
@@ -106,10 +106,10 @@ class Schedule(Generic[T]):
             del self._connections[key]
 
     def take(self, now: float, *, only_full: bool = False) -> list[Ticket[T]]:
-        """Remove and return the tickets of the next batch, which all have the same bucket.
+        """Remove and return the tickets of the next batch, which all have the same shape bucket.
 
-        Among the buckets whose batch may start, choose the one with the lowest service tag. The
-        returned list is empty if the batch must wait for more items.
+        Among the buckets whose batch may start, choose the one whose first item has the lowest
+        service tag. If no batch may start yet, return an empty list.
 
         Args:
             now: Current time in seconds.
@@ -137,7 +137,7 @@ class Schedule(Generic[T]):
         return waiting
 
     def due(self) -> float | None:
-        """Return the time when the oldest item will have waited `max_delay_s`. None: no items."""
+        """Return the time when the oldest queued item reaches `max_delay_s`. None: no items."""
         return min((ticket.arrival + self._policy.max_delay_s for ticket in self), default=None)
 
     def _size(self, queue: list[Ticket[T]], now: float) -> int:

@@ -42,11 +42,11 @@ class ModelSource(NamedTuple):
     def resolved(self) -> "ModelSource":
         """Return the source of one version of the model.
 
-        If `version` is None, it is the newest version in `bundle`. The result then has the folder
-        and the number of this version.
+        If `version` is None, choose the newest version in the folder `bundle`. The result then has
+        the subfolder and the number of this version.
 
         Raises:
-            BundleError: `bundle` has no versions.
+            BundleError: `bundle` has no subfolder with a version.
         """
         if self.version:
             return self
@@ -59,17 +59,17 @@ class ModelSource(NamedTuple):
         return ModelSource(self.bundle / versions[-1], self.name, versions[-1])
 
     def manifest(self) -> Manifest:
-        """Read the bundle's manifest. If `name` is set, it replaces the model name in the manifest.
+        """Read the bundle's manifest. If `name` is set, it replaces the model name in the result.
 
         Raises:
-            BundleError: the bundle is missing.
+            BundleError: the manifest is missing or invalid.
         """
         manifest = read_manifest(self.resolved().bundle)
         return manifest.model_copy(update={"model_name": self.name}) if self.name else manifest
 
 
 def versions_in(folder: Path) -> list[str]:
-    """Return the versions of a model in ascending order: subfolders with a number and a bundle."""
+    """Return the versions of a model in ascending order: numbered subfolders with a bundle each."""
     names = (path.parent.name for path in folder.glob(f"*/{MANIFEST_NAME}"))
     return sorted((name for name in names if re.fullmatch("[1-9][0-9]*", name)), key=int)
 
@@ -110,7 +110,7 @@ class ServedModel:
         """Load the bundle. Call `close` afterwards, even if this fails.
 
         Raises:
-            BundleError: the bundle is damaged or lacks a precision.
+            BundleError: the bundle is damaged or lacks a precision that the settings name.
             BackendError: a backend does not run on this machine or with this batch size.
         """
         config = self._config
@@ -154,7 +154,7 @@ class ServedModel:
 
     @property
     def states(self) -> dict[str, bool]:
-        """Whether requests can be processed now, for each of the names NAME and NAME-PRECISION."""
+        """Whether the model can process requests now, by name: NAME and each NAME-PRECISION."""
         return {
             name: not self.is_unloaded and self.batcher(precision).is_up
             for name, precision in self.names.items()
@@ -162,7 +162,7 @@ class ServedModel:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Keep the model open within the context, by counting the request as a user.
+        """Count a request as a user of the model, which stays open within the context.
 
         Raises:
             UnloadedError: the model is unloaded.
@@ -190,8 +190,8 @@ class ServedModel:
         """Warm up all precisions. Requests that arrive meanwhile are queued.
 
         Returns:
-            On a CPU, seconds per image in the slowest precision, with all workers busy. On a GPU,
-            0, because the warm-up also compiles the model.
+            On a CPU, seconds per image in the slowest precision, with all workers busy. On a GPU, 0
+            (no estimate), because the warm-up's duration includes compilation.
         """
         image_s = 0.0
         for batcher in self.batchers.values():
@@ -207,7 +207,7 @@ class ServedModel:
         return image_s
 
     async def run(self) -> None:
-        """Run all batchers until cancelled."""
+        """Run the batchers of all precisions until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for batcher in self.batchers.values():
                 tasks.create_task(batcher.run())

@@ -24,7 +24,7 @@ class TimedResult(NamedTuple, Generic[Value]):
 
 
 def timed(work: Callable[..., Value], *arguments: Any) -> TimedResult[Value]:
-    """Call a function in this thread and measure the duration of the call."""
+    """Call a function in this thread. Return its value and the duration of the call."""
     start = time.perf_counter()
     value = work(*arguments)
     return TimedResult(value, time.perf_counter() - start)
@@ -51,8 +51,8 @@ class FairThreadPool:
     ) -> TimedResult[Value]:
         """Call a function in a thread, and measure the call's duration and its wait for a thread.
 
-        If the calling task is cancelled while it waits for a thread, the function is not called;
-        if the function runs already, its result is dropped.
+        If the calling task is cancelled while it waits for a thread, the function is not called.
+        If the task is cancelled later, the function runs to its end, and its result is dropped.
 
         Args:
             peer: gRPC peer of the request; it identifies the client's connection.
@@ -91,7 +91,7 @@ class FairThreadPool:
             raise
 
     def _release_thread(self) -> None:
-        """Give the thread to the next waiting call. If none waits, count it as free."""
+        """Give a thread that is no longer in use to the next waiting call, or count it as free."""
         while self._waiting:
             peer = next(iter(self._waiting))
             queue = self._waiting.pop(peer)
