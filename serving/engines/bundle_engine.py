@@ -26,7 +26,7 @@ from ..steps.preprocessing import ModelInput, PlannedImage
 
 @dataclasses.dataclass(frozen=True)
 class BundleLoader:
-    """Picklable loader of an engine. The fields are the arguments of `load_backend`."""
+    """Picklable loader of a bundle's engine. The fields are the arguments of `load_backend`."""
 
     bundle: Path
     manifest: Manifest
@@ -35,11 +35,11 @@ class BundleLoader:
     max_batch: int
 
     def load(self) -> Engine[Any, Any]:
-        """Load the backend and return its engine.
+        """Load the backend, and return an engine that uses it.
 
         Raises:
-            BundleError: the bundle is damaged or lacks the precision.
-            BackendError: the backend does not run on this machine or with this batch size.
+            BundleError: the bundle is damaged or lacks `precision`.
+            BackendError: the backend does not run on this machine or with `max_batch`.
         """
         backend = load_backend(
             self.bundle, self.manifest, self.precision, self.backend, self.max_batch
@@ -53,7 +53,7 @@ class BundleLoader:
 
 
 class HostEngine:
-    """Engine for images that are already decoded and padded. It works with every backend."""
+    """Engine whose inputs are images that are decoded and padded. It works with every backend."""
 
     def __init__(self, backend: Backend) -> None:
         """Take ownership of a backend. Closing the engine closes the backend."""
@@ -70,7 +70,7 @@ class HostEngine:
         self.close = backend.close
 
     def compute(self, items: Sequence[ModelInput]) -> list[HostOutputs]:
-        """Return the model's outputs for each image, with a batch dimension of 1."""
+        """Return the model's outputs for each image. Each array keeps a batch dimension of 1."""
         pixels: Pixels = np.stack([item.pixels for item in items])
         sizes = np.array([item.size for item in items], np.int64)
         outputs = self._backend.infer(items[0].bucket, pixels, sizes)
@@ -105,7 +105,7 @@ class DeviceEngine:
         self.close = backend.close
 
     def warm_up(self, max_batch: int) -> None:
-        """Warm up the backend, each step, and the response encoder of `maskrcnn.v1.Detector`."""
+        """Warm up the backend, all steps of a batch, and the encoder of DetectResponse messages."""
         self._backend.warm_up(max_batch)
         batch = 1 if self._backend.device == "cpu" else max_batch
         for bucket in self._backend.buckets:
@@ -113,7 +113,7 @@ class DeviceEngine:
             self.compute([DeviceRequest(request, encode_detections)] * batch)
 
     def compute(self, items: Sequence[DeviceRequest]) -> list[TimedResponse[Any] | ImageError]:
-        """Return the encoded response to each request, or the error of an invalid image."""
+        """Return, for each request, the encoded response or, if the image is invalid, the error."""
         outcomes = self._compute([item.request for item in items])
         return [
             _encoded(item, outcome) if isinstance(outcome, Detections) else outcome

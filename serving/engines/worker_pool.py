@@ -1,4 +1,4 @@
-"""Worker processes, which run one engine each. The server survives if one crashes or hangs."""
+"""Worker processes, which run one engine each. If one crashes or hangs, the server survives."""
 
 import contextlib
 import logging
@@ -43,7 +43,7 @@ def assign_resources(workers: int | None) -> list[WorkerResources]:
     share all CPU cores. Without GPUs, the CPU cores are divided among the workers.
 
     Args:
-        workers: Number of workers. None: one per GPU, or one if the machine has no GPU.
+        workers: Number of worker processes. None: one per GPU, or one if the machine has no GPU.
 
     Raises:
         BackendError: the GPU driver does not respond.
@@ -80,7 +80,8 @@ class WorkerProcess(Generic[Item, Result]):
         Args:
             loader: Loader of the engine.
             resources: CPU cores and GPU of the process.
-            hang_timeout_s: Time limit of a batch in seconds. After it the process is killed.
+            hang_timeout_s: Time limit of a batch in seconds. If it is exceeded, the process is
+                killed.
         """
         self._loader = loader
         self.resources = resources
@@ -109,17 +110,17 @@ class WorkerProcess(Generic[Item, Result]):
     def successor(self) -> Self:
         """Start and return a new process with the same engine and resources.
 
-        The caller must call `load` of the new process. The process of this handle keeps running.
+        The caller must call `load` of the new handle. The process of this handle keeps running.
         """
         return type(self)(self._loader, self.resources, self._hang_timeout_s)
 
     def load(self) -> None:
-        """Wait until the engine is loaded.
+        """Wait until the process has loaded its engine.
 
         Raises:
-            BundleError: the bundle is damaged or lacks the precision.
-            BackendError: the backend does not run on this machine or with this batch size, or the
-                process ended.
+            BundleError: the bundle is damaged or lacks the loader's precision.
+            BackendError: the backend does not run on this machine or with the loader's batch size,
+                or the process ended.
         """
         try:
             reply = self._control.recv()
@@ -136,7 +137,7 @@ class WorkerProcess(Generic[Item, Result]):
 
     @property
     def is_spare(self) -> bool:
-        """Whether the worker is superfluous: it was started for a further GPU, but uses the CPU."""
+        """Whether the worker is superfluous: started for a GPU besides the first, but on the CPU."""
         return self.resources.is_for_gpu and self.info.device == "cpu"
 
     def warm_up(self, max_batch: int) -> None:
@@ -160,7 +161,7 @@ class WorkerProcess(Generic[Item, Result]):
     def close(self) -> None:
         """Wait for in-flight batches, close the engine and end the process. Call `load` before.
 
-        If a wait takes longer than 10 s, the process is killed.
+        If a batch or the end of the process takes longer than 10 s, the process is killed.
         """
         with contextlib.suppress(queue.Empty, OSError):  # TimeoutError is an OSError
             for _ in range(self.info.concurrency):
@@ -170,7 +171,7 @@ class WorkerProcess(Generic[Item, Result]):
         self.exited.result()
 
     def kill(self) -> None:
-        """Kill the process. Methods that are waiting for it raise BackendError."""
+        """Kill the process. Methods of this handle that wait for it raise BackendError."""
         self._process.kill()
 
     def _call(self, method: str, argument: Any, *, timeout_s: float | None) -> Any:
@@ -210,7 +211,7 @@ class WorkerProcess(Generic[Item, Result]):
 def start_workers(
     loader: EngineLoader[Item, Result], resources: Iterable[WorkerResources], hang_timeout_s: float
 ) -> list[WorkerProcess[Item, Result]]:
-    """Start one `WorkerProcess` per entry of `resources`. If one fails to start, kill all."""
+    """Start one `WorkerProcess` per entry of `resources`. If one cannot be started, kill all."""
     with contextlib.ExitStack() as started:
         processes = []
         for share in resources:

@@ -1,11 +1,11 @@
 """Main program of a worker process, and its channels to the server.
 
-Over its control connection the worker receives the engine's loader, and replies with the engine's
+The worker receives the engine's loader over its control connection. It replies with the engine's
 properties and one channel per concurrent batch.
 
-Channels pass arrays through shared memory. A message is written to memory that both processes map,
-then a pipe carries the sizes of its parts. The memory has no name: it is freed when the processes
-end and does not count against /dev/shm.
+Channels pass arrays through shared memory. The sender writes a message to memory that both
+processes map, then sends the sizes of the message's parts through a pipe. The memory has no name:
+it is freed when the processes end and does not count against /dev/shm.
 """
 
 import contextlib
@@ -44,13 +44,19 @@ _SERVER_GONE = (EOFError, ConnectionError)
 
 
 class Channel:
-    """One end of a two-way channel between processes. It carries one message at a time.
+    """One end of a two-way channel between processes, with one message at a time per direction.
 
-    `close`, or the deletion of the last reference, closes it.
+    `close`, or the deletion of the last reference, closes this end.
     """
 
     def __init__(self, connection: Connection, outgoing: int, incoming: int) -> None:
-        """Take ownership of a connection and two memory file descriptors, one per direction."""
+        """Take ownership of a connection and of two file descriptors of shared memory.
+
+        Args:
+            connection: Pipe that carries the sizes of the messages' parts.
+            outgoing: File descriptor of the memory for messages that this end sends.
+            incoming: File descriptor of the memory for messages that this end receives.
+        """
         self._connection = connection
         self._outgoing = _SharedMemory(outgoing)
         self._incoming = _SharedMemory(incoming)
@@ -63,7 +69,7 @@ class Channel:
         return cls(here, forth, back), cls(there, os.dup(back), os.dup(forth))
 
     def send_to(self, connection: Connection) -> None:
-        """Send this end to a process that calls `receive_from`. Do not use it here afterwards."""
+        """Send this end to a process that calls `receive_from`. Do not use this end afterwards."""
         for handle in (
             self._connection.fileno(),
             self._outgoing.handle,
@@ -78,7 +84,7 @@ class Channel:
         return cls(Connection(handle), outgoing, incoming)
 
     def send(self, message: object) -> None:
-        """Send a picklable object. This overwrites the previous message in shared memory.
+        """Send a picklable object. In shared memory, it overwrites the message sent before.
 
         Raises:
             OSError: one end of the channel is closed.
@@ -90,15 +96,15 @@ class Channel:
         self._connection.send([part.nbytes for part in parts])
 
     def poll(self, timeout_s: float | None) -> bool:
-        """Wait until a message arrives or the other end closes. Return False at the timeout."""
+        """Wait until a message arrives or the other end closes. Return False after `timeout_s`."""
         return self._connection.poll(timeout_s)
 
     def receive(self, *, copy: bool) -> Any:
-        """Return the next message.
+        """Wait for the next message and return it.
 
         Args:
-            copy: Copy the arrays of the message. False: return views of the shared memory, which
-                the next message overwrites.
+            copy: Whether to copy the arrays of the message. False: the arrays are views of the
+                shared memory, which the next message overwrites.
 
         Raises:
             EOFError: the other end is closed.
@@ -114,7 +120,7 @@ class Channel:
 
 
 class _SharedMemory:
-    """Unnamed shared memory that two processes map. It grows to the largest message."""
+    """Unnamed shared memory that two processes map. It grows to the size of the largest message."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -131,7 +137,7 @@ class _SharedMemory:
             self._bytes[start : start + part.nbytes] = np.asarray(part)
 
     def read(self, lengths: Sequence[int]) -> list[memoryview]:
-        """Return views of the written parts, given their lengths in bytes."""
+        """Return views of the parts of the latest message. `lengths` are their sizes in bytes."""
         starts, size = _layout(lengths)
         if size > len(self._bytes):
             self._map()
@@ -150,7 +156,10 @@ class _SharedMemory:
 
 
 def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return the aligned offset of each part of a message, and the message's size, in bytes."""
+    """Return the aligned offset of each part of a message, and the message's total size, in bytes.
+
+    `lengths` are the sizes of the parts in bytes.
+    """
     starts, end = [], 0
     for length in lengths:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -160,10 +169,10 @@ def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
 
 
 def run_worker(control_handle: int) -> None:
-    """Load and run an engine, until the server closes the engine or ends.
+    """Load and run an engine, until the server closes the engine or the server's process ends.
 
     Args:
-        control_handle: File descriptor of the control connection.
+        control_handle: File descriptor of the control connection to the server's process.
     """
     sys.setswitchinterval(_SWITCH_S)
     with contextlib.suppress(*_SERVER_GONE):
@@ -195,7 +204,7 @@ def _open_channel(control: Connection) -> Channel:
 
 
 def _serve_channel(engine: Any, channel: Channel) -> None:
-    """Run the server's calls of engine methods, until None arrives.
+    """Run the engine methods that the server calls through a channel, until None arrives.
 
     A call arrives as a tuple (method name, *arguments). The result or the exception is sent back.
     """
@@ -213,7 +222,11 @@ def _serve_channel(engine: Any, channel: Channel) -> None:
 
 
 def _portable_error(error: BaseException, context: str) -> Exception:
-    """Return an exception that the server can unpickle. Log an exception of unexpected type."""
+    """Return `error`, or a BackendError if it is of another type than the server expects.
+
+    Such an error is logged, because the server possibly cannot unpickle it. `context` begins the
+    message.
+    """
     if isinstance(error, (BundleError, ImageError, ServingError)):
         return error
     _log.error("%s", context, exc_info=error)

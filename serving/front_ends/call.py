@@ -17,7 +17,7 @@ _Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class CallDetails(NamedTuple):
-    """Method and metadata of a call, as gRPC's interceptors and generic handlers expect them."""
+    """Method and metadata of a call, with the interface of `grpc.HandlerCallDetails`."""
 
     # Full method name, as `/package.Service/Method`.
     method: str
@@ -31,9 +31,9 @@ FindHandler = Callable[[CallDetails], Awaitable[Any]]
 class ForwardedCall(CallOutcome):
     """Context of a gRPC call that services and interceptors use like gRPC's context.
 
-    Like gRPC's context, it passes at most one message at a time in each direction: the front-end
-    process reads a message of the client only when `read` is called, and `write` waits until the
-    message has been written.
+    A front-end process received the call. At most one message at a time is passed in each
+    direction, as in gRPC's context: the front end reads a message of the client only when `read` is
+    called, and `write` waits until the front end has written the message.
     """
 
     def __init__(self, link: Link, number: int, opening: bytes) -> None:
@@ -41,7 +41,7 @@ class ForwardedCall(CallOutcome):
 
         Args:
             link: Socket connection to the front-end process that received the call.
-            number: Number of the call in the frames of `link`.
+            number: Number that identifies the call in the frames of `link`.
             opening: Payload of the OPEN frame: pickled method, peer and metadata.
         """
         super().__init__()
@@ -78,14 +78,14 @@ class ForwardedCall(CallOutcome):
             self._reading.set_result(message)
 
     def confirm_write(self) -> None:
-        """Make the pending `write` return, because the front end has written its message."""
+        """Make the pending `write` return. Call it when the front end has written the message."""
         if self._writing and not self._writing.done():
             self._writing.set_result(None)
 
     def close(self) -> None:
-        """Cancel the task that handles the call, unless it has sent the status. Idempotent.
+        """Cancel the task that handles the call, unless the task has sent the status. Idempotent.
 
-        Call it when the front end has ended the call, or has itself ended.
+        Call it when the front end has ended the call, or when the front-end process has ended.
         """
         if self._is_closed:
             return

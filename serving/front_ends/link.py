@@ -1,7 +1,7 @@
 """Link between the server's process and a front-end process: frames over a Unix socket.
 
-A frame is a header (payload size, kind, call number) and a payload. The messages of calls are not
-parsed.
+A frame is a header (payload size, kind, call number) and a payload. Request and response messages
+are passed on without being parsed.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _HEADER: Final = struct.Struct("<QBQ")
 
 
 class Frame(IntEnum):
-    """Kinds of frames. The comments name the sender and the payload, if any."""
+    """Kinds of frames between a front end and the server's process, in either direction."""
 
     # Front end: it accepts connections.
     READY = 1
@@ -52,7 +52,7 @@ class Link(asyncio.BufferedProtocol):
     """
 
     def __init__(self, receive: Callable[[int, int, bytes], None]) -> None:
-        """Create an end that is not connected; see `connect`.
+        """Create an end that is not connected to a socket yet. Use `connect` instead.
 
         Args:
             receive: Function that is called with kind, call number and payload of each received
@@ -73,10 +73,10 @@ class Link(asyncio.BufferedProtocol):
     async def connect(
         cls, connection: socket.socket, receive: Callable[[int, int, bytes], None]
     ) -> Self:
-        """Return a new end that uses a connected Unix socket.
+        """Return a new `Link` that uses a connected Unix socket.
 
         Args:
-            connection: The socket. The new end takes ownership and closes it.
+            connection: The socket. The link takes ownership and closes it.
             receive: Function that is called with kind, call number and payload of each received
                 frame.
         """
@@ -100,16 +100,16 @@ class Link(asyncio.BufferedProtocol):
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport. Called by asyncio, like the following methods."""
+        """Store the transport. Called by asyncio when the link is connected to its socket."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the free part of the receive buffer."""
+        """Return the free part of the receive buffer. Called by asyncio before it receives data."""
         return self._buffer[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Call `receive` (see `connect`) for each complete frame in the receive buffer."""
+        """Pass each complete frame in the receive buffer to the function `receive` of `connect`."""
         self._end += nbytes
         needed = _HEADER.size
         while self._end - self._start >= _HEADER.size:
@@ -134,7 +134,10 @@ class Link(asyncio.BufferedProtocol):
         self._outgoing = []
 
     def _make_room(self, needed: int) -> None:
-        """Move an incomplete frame of `needed` bytes to the front of a buffer that can hold it."""
+        """Move an incomplete frame to the front of the buffer, resized to hold `needed` bytes.
+
+        `needed` is the size of the complete frame.
+        """
         size, rest = max(_BUFFER_BYTES, needed), self._buffer[self._start : self._end]
         if len(self._buffer) != size:
             self._buffer = memoryview(bytearray(size))

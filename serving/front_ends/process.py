@@ -38,7 +38,7 @@ def run_front_end(
     certificate_files: CertificateFiles | None,
     options: Sequence[tuple[str, int]],
 ) -> None:
-    """Accept calls and pass them to the server's process, until that process sends STOP or ends.
+    """Accept gRPC calls and pass them to the server's process, until it sends STOP or ends.
 
     Args:
         handle: File descriptor of the Unix socket to the server's process.
@@ -92,7 +92,7 @@ def _certificate(files: CertificateFiles | None) -> "ServerCertificate | None":
 
 
 class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """Handler of all methods. It passes the calls to the server's process."""
+    """Handler of all gRPC methods. It passes the calls to the server's process."""
 
     def __init__(self, server: grpc.aio.Server, max_pending_calls: int) -> None:
         self._server = server
@@ -106,15 +106,16 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
         self._stopping: list[asyncio.Task[None]] = []
 
     async def connect(self, connection: socket.socket) -> Link:
-        """Connect this end of the Unix socket to the server's process, and return the end.
+        """Set up the link that passes calls to the server's process, and return it.
 
-        Call this method before the first gRPC call arrives.
+        `connection` is this process's end of the Unix socket pair. Call this method before the
+        first gRPC call arrives.
         """
         self._link = await Link.connect(connection, self._receive)
         return self._link
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Return the handler of a call."""
+        """Return a handler that passes a call of any method to the server's process."""
         forward = partial(self._forward, handler_call_details.method)
         return grpc.stream_stream_rpc_method_handler(forward)
 

@@ -51,8 +51,8 @@ def front_end_count(config: ServeConfig) -> int:
 class FrontEndServer:
     """gRPC server whose connections are accepted by front-end processes.
 
-    Its services run in this process. The front ends share the port through SO_REUSEPORT: the kernel
-    distributes the connections among them. A front end that ends is restarted.
+    The services run in this process. The front ends share the port through SO_REUSEPORT: the kernel
+    distributes the connections among them. If a front end ends, it is restarted.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FrontEndServer:
         config: ServeConfig,
         interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # generic in stubs only
     ) -> None:
-        """Reserve the port. The front ends are not started.
+        """Reserve the port. `start` starts the front-end processes.
 
         Args:
             count: Number of front ends.
@@ -88,11 +88,11 @@ class FrontEndServer:
         self._restarting: list[asyncio.Task[None]] = []
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
-        """Add handlers of services. Same interface as that of `grpc.aio.Server`."""
+        """Add generic handlers, as the method of `grpc.aio.Server` with the same name does."""
         self._generic_handlers += generic_rpc_handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Add the handlers of a service by method name. Interface of `grpc.aio.Server`."""
+        """Add the handlers of a service's methods, by method name, as in `grpc.aio.Server`."""
         self._handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
     async def start(self) -> None:
@@ -128,7 +128,7 @@ class FrontEndServer:
         return _FrontEnd(self._arguments, self._find_handler)
 
     async def _restart_when_ended(self, index: int) -> None:
-        """Restart the front end at this index whenever it ends."""
+        """Restart the front end with this index, from 0, whenever its process ends."""
         loop, pause_s = asyncio.get_running_loop(), 0.0
         while True:
             started = loop.time()
@@ -149,7 +149,7 @@ class _FrontEnd:
         """Start the process.
 
         Args:
-            arguments: Arguments of `run_front_end` after the first.
+            arguments: Arguments of `run_front_end` except the first, `handle`.
             find_handler: Function that returns the handler of a call, or None if the method is
                 unknown.
         """
@@ -242,7 +242,7 @@ def _certificate_files(config: ServeConfig) -> CertificateFiles | None:
 
 
 def _reserved_port(host: str, port: int) -> socket.socket:
-    """Return a socket that reserves a port for this process and its front ends. It does not listen.
+    """Return a socket that reserves a port for the server and its front ends, without listening.
 
     Raises:
         ServingError: the port is in use, or the host is not an address of this machine.

@@ -142,12 +142,12 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     """
 
     def __init__(self, policy: AccessPolicy, config: ServeConfig, models: ModelRepository) -> None:
-        """Derive the limits on calls and messages from `config.queue_size`.
+        """Create the interceptor. `config.queue_size` determines its limits on pending messages.
 
         Args:
             policy: Authorization rules.
             config: Server settings.
-            models: Models with the admission slots and the metrics.
+            models: Served models, with their admission slots, metrics and limit on open calls.
         """
         self._policy = policy
         self._models = models
@@ -162,7 +162,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._public_calls = Counter[str]()
 
     def stop(self) -> None:
-        """Stop waiting for request messages: of public calls now, of other calls after 2 s."""
+        """Stop waiting for request messages: of public methods now, of other methods after 2 s."""
         self._public_messages.stop()
         asyncio.get_running_loop().call_later(_LAST_MESSAGES_S, self._messages.stop)
 
@@ -171,7 +171,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
-        """Return the method's handler, wrapped in the access checks."""
+        """Return the handler of a gRPC method, wrapped in the access checks."""
         handler = await continuation(handler_call_details)
         if handler is None:  # unknown method: gRPC responds with UNIMPLEMENTED
             return handler
@@ -194,7 +194,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return adapt(checked, None, handler.response_serializer)
 
     def pending_messages(self, method: str) -> PendingMessages:
-        """Return the set that limits the number of concurrent waits for messages of `method`."""
+        """Return the set that limits the concurrent waits for request messages of `method`."""
         return self._public_messages if is_public(method) else self._messages
 
     async def run(
@@ -225,7 +225,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._models.resources.telemetry.reject_call(method, peer, error)
 
     async def _admit(self, method: str, context: CallContext) -> None:
-        """Count the call as open until it ends. Reject it if too many are open or no slot is free.
+        """Count a call as open until it ends. If no admission slot is available for it, abort it.
 
         Raises:
             QueueFullError: too many calls are open.

@@ -63,8 +63,8 @@ class _CurrentContext(ssl.SSLContext):
 class ServerCertificate:
     """TLS certificate chain, key and client CAs of the server, for gRPC and for HTTP.
 
-    If the files are replaced later, new connections use the new files, unless these are invalid. A
-    chain that has expired, or is not valid yet, does not replace a valid one.
+    If the files are replaced later, new connections use the new files, unless the new files are
+    invalid. A chain that has expired, or is not valid yet, does not replace a valid chain.
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
@@ -73,8 +73,8 @@ class ServerCertificate:
         Args:
             certificate: PEM file of the certificate chain.
             key: PEM file of the private key.
-            client_ca: PEM file of the authorities whose certificates clients must present. None:
-                clients need no certificate.
+            client_ca: PEM file of the authorities that sign the client certificates. None: clients
+                need no certificate.
 
         Raises:
             ServingError: a file is missing or invalid.
@@ -85,17 +85,17 @@ class ServerCertificate:
 
     @property
     def days_left(self) -> float:
-        """Days until the certificate in use expires. Negative: days since then."""
+        """Days until the certificate in use expires. Negative if it has expired."""
         return (self._reloaded.current().end - datetime.now(UTC)) / timedelta(days=1)
 
     @property
     def problem(self) -> str | None:
-        """Reason for which clients reject the certificate in use, or None if they accept it."""
+        """Message if the certificate in use has expired or is not valid yet. None: it is valid."""
         loaded = self._reloaded.current()
         return None if loaded.is_valid else self._validity_error(loaded)
 
     def refresh(self) -> None:
-        """Load the files again if they have changed. Each new connection does this too."""
+        """Load the certificate files again if they have changed, as each new connection does."""
         self._reloaded.current()
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
@@ -194,7 +194,7 @@ def _load_context(
 
 
 def _validity(certificate: Path, pem: bytes) -> tuple[datetime, datetime]:
-    """Return the time range in which all certificates of a chain are valid."""
+    """Return the first and the last time at which all certificates of a chain are valid."""
     ranges = []
     for block in _PEM.findall(pem):
         match = _VALIDITY.search(base64.b64decode(block))
@@ -206,7 +206,7 @@ def _validity(certificate: Path, pem: bytes) -> tuple[datetime, datetime]:
 
 
 def _time(text: str) -> datetime:
-    """Return the time of a UTCTime (YYMMDDHHMMSS) or GeneralizedTime (YYYYMMDDHHMMSS)."""
+    """Parse an ASN.1 UTCTime (YYMMDDHHMMSS) or GeneralizedTime (YYYYMMDDHHMMSS)."""
     pattern = "%y%m%d%H%M%S" if len(text) == 12 else "%Y%m%d%H%M%S"
     return datetime.strptime(text, pattern).replace(tzinfo=UTC)
 

@@ -119,7 +119,7 @@ class DetectorService:
 
         Raises:
             InvalidRequestError: an option is out of range.
-            ModelNotFoundError: the server has no model of that name.
+            ModelNotFoundError: no served model has the name in the request.
             ExpiredError: the request exceeded its time limit.
             ImageError, ServingError: see `Pipeline.detect`.
         """

@@ -6,7 +6,7 @@ import grpc
 
 
 def drop_client_faults() -> None:
-    """Drop gRPC's log records about disconnected clients and undecodable metadata."""
+    """Filter out gRPC's log records about disconnected clients and undecodable metadata."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_server_fault)
 
 

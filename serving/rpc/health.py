@@ -26,7 +26,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
 
     The server and its services are SERVING while the server runs and the first model can process
     requests. A model is SERVING while the server runs and the model can process requests.
-    The service named `LIVENESS` is always SERVING.
+    The service named "liveness" is always SERVING.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
         return self.is_running and next(iter(self._models().values()))
 
     def is_model_serving(self, name: str) -> bool:
-        """Return whether the server is running and the model can process requests."""
+        """Return whether the server is running and the model `name` can process requests."""
         return self.is_running and self._models().get(name, False)
 
     def set_ready(self) -> None:
-        """Mark the server as ready. From now on, its state depends on the models."""
+        """Mark the server as ready. From now on, its health status depends on the models."""
         self._ready.set()
         self._notify_watchers()
 
@@ -74,7 +74,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
         self._notify_watchers()
 
     async def run(self) -> None:
-        """Check the model states once per second and update open Watch calls, until cancelled."""
+        """Check the models once per second and report changes to Watch calls, until cancelled."""
         known = self._models()
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)

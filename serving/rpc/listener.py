@@ -74,7 +74,7 @@ def listening_server(
 
 
 def listen_error(address: str) -> ServingError:
-    """Return the error of a server that cannot listen on `address`."""
+    """Return the error to raise if the server cannot listen on `address`."""
     return ServingError(
         f"cannot listen on {address}; "
         "choose an address of this machine and a free port; port 0 selects one"
@@ -82,7 +82,7 @@ def listen_error(address: str) -> ServingError:
 
 
 def check_ports(config: ServeConfig) -> None:
-    """Check that the server can listen on its ports, before it loads a model.
+    """Check that the server can listen on all its ports. Call it before models are loaded.
 
     Raises:
         ServingError: a port is in use, or the host is not an address of this machine.
@@ -106,14 +106,14 @@ def check_port(host: str, port: int) -> None:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Return the address family of a host to listen on. A name counts as IPv4."""
+    """Return the address family of a host to listen on. A host name counts as IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 class GrpcServer(Protocol):
-    """Interface of a gRPC server that accepts connections in this or in front-end processes.
+    """Interface of gRPC servers: `grpc.aio.Server` and `front_ends.server.FrontEndServer`.
 
-    `grpc.aio.Server` implements it, and so does `front_ends.server.FrontEndServer`.
+    The former accepts connections in this process, the latter in front-end processes.
     """
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Any) -> None:
@@ -123,14 +123,14 @@ class GrpcServer(Protocol):
         """Start to accept calls."""
 
     async def stop(self, grace: float | None = None) -> None:
-        """Reject new calls, and wait up to `grace` seconds for open ones. None: cancel them."""
+        """Reject new calls. Cancel open ones after `grace` seconds. None: cancel them at once."""
 
 
 def add_reflection(services: Iterable[ServiceDescriptor], server: GrpcServer) -> None:
     """Add gRPC server reflection, with which clients such as grpcurl discover the services.
 
     Args:
-        services: Services to list. Their .proto files must not import others.
+        services: Services to list. Their .proto files must not import other .proto files.
         server: Server that is not started yet.
     """
     all_services = (*services, reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"])
@@ -184,8 +184,9 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, int]]:
     """Return the gRPC options of the server or, if `front_ends` is above 0, of each front end.
 
-    Each front end accepts an equal share of `max_connections`. The other limits are not divided:
-    they apply to each connection or, for pending calls, to each process.
+    `front_ends` is the number of front-end processes. Each accepts an equal share of
+    `config.max_connections`. The other limits are not divided: they apply to each connection or,
+    for pending calls, to each process.
     """
     connections = math.ceil(config.max_connections / max(1, front_ends))
     ports = 1 if front_ends or config.http_port is None else 2
@@ -213,13 +214,13 @@ def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, 
 
 
 def allowed_connections(wanted: int, ports: int) -> int:
-    """Return `wanted` connections, or fewer if the limit on open files requires it.
+    """Return the number of connections per port: `wanted`, or fewer if open files are limited.
 
-    First, the process's soft limit on open files is raised as far as needed and allowed. Front ends
-    inherit it.
+    First, the process's soft limit on open files is raised as far as needed and allowed. Front-end
+    processes inherit the raised limit.
 
     Args:
-        wanted: Maximum number of connections per port.
+        wanted: Maximum number of connections per port in the server's settings.
         ports: Number of ports on which a process accepts connections.
     """
     needed = ports * wanted + _OTHER_FILES

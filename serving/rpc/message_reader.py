@@ -47,7 +47,7 @@ _Parse = Callable[[bytes], Any]
 class PendingMessages:
     """Bounded set of concurrent waits for request messages.
 
-    If it is full, a new wait cancels the oldest one of the connection that has the most waits.
+    If the set is full, a new wait cancels the oldest wait of the connection with the most waits.
     """
 
     # The bound limits the memory that slow clients occupy. Waits of fast clients are seldom
@@ -120,15 +120,16 @@ def _cancel(wait: asyncio.Timeout) -> None:
 def call_handler(
     handler: Any, pending: PendingMessages, timeout_s: float
 ) -> Callable[[Any], Awaitable[Any]]:
-    """Return a function that reads a call's requests and passes them to a gRPC method handler.
+    """Return an asynchronous function that processes a call of a gRPC method.
 
-    The function takes the call's context and returns the handler's response, or None if the
-    method's requests are a stream.
+    Its argument is the gRPC context of the call. It reads and parses the requests and passes them
+    to `handler`. If the method has one request, the function returns the handler's response. If the
+    method has a stream of requests, it returns None, and responses are written to the context.
 
     Args:
         handler: `grpc.RpcMethodHandler` of the method.
         pending: Set that limits the concurrent waits for messages.
-        timeout_s: Maximum time to receive a unary request, in seconds. Streams have no limit.
+        timeout_s: Maximum time to receive the request, in seconds. It does not apply to streams.
     """
     if handler.request_streaming:
         return partial(_handle_stream, handler, pending)
@@ -170,8 +171,8 @@ async def _handle_stream(handler: Any, pending: PendingMessages, context: Any) -
 class _RequestStream:
     """Asynchronous iterator over a call's requests.
 
-    It ends before the first message that cannot be read or parsed. `raise_failure` raises that
-    message's error; call it when the requests have been processed.
+    If a message cannot be read or parsed, the iteration ends. `raise_failure` then raises the
+    error; call it when the requests before that message have been processed.
     """
 
     # A generator would keep a reference to each request until the next one is read.
@@ -226,14 +227,15 @@ class _Field(NamedTuple):
 def check_message(message: bytes, kind: Descriptor) -> None:
     """Reject a message whose parsing would block the event loop or take too much memory.
 
-    The check stops at the first limit that is exceeded, so its own duration is bounded.
+    The check ends at the first exceeded limit, so its own duration is bounded.
 
     Args:
         message: Message in protobuf's wire format.
         kind: Descriptor of the expected message type.
 
     Raises:
-        InvalidRequestError: the message has too many fields, numbers or strings.
+        InvalidRequestError: the message has more than 4096 fields, or more than 8 MiB of packed
+            numbers and strings.
         DecodeError: the message is malformed. Not every malformed message is detected.
     """
     listed_bytes = 0
@@ -255,10 +257,10 @@ def check_message(message: bytes, kind: Descriptor) -> None:
 def _walk(
     message: bytes, start: int, end: int, kind: Descriptor, prefix: str
 ) -> Iterator[tuple[str, _Field]]:
-    """Yield `path, field` for each field of a message and of its nested messages.
+    """Yield `path, field` for each field in `message[start:end]`, including nested messages.
 
-    `path` is the dotted name of a string or of packed integers, which protobuf parses element by
-    element. It is empty for all other fields.
+    If the field is a string or packed integers, which protobuf parses element by element, `path` is
+    `prefix` and the field's dotted name. Otherwise `path` is empty. `kind` is the message type.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)
@@ -293,7 +295,7 @@ def _fields(message: bytes, start: int, end: int) -> Iterator[_Field]:
 
 
 def _varint(message: bytes, start: int) -> tuple[int, int]:
-    """Decode a varint of up to 10 bytes. Return its value and the offset of its end."""
+    """Decode the varint at offset `start`. Return its value and the offset after its last byte."""
     value = 0
     for index, byte in enumerate(message[start : start + 10]):
         value |= (byte & 127) << 7 * index

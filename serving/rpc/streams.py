@@ -25,8 +25,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class Streams(Generic[Request]):
     """Open request streams of a gRPC service.
 
-    If no admission slot is free, a request waits for one, even beyond its connection's share.
-    Meanwhile its stream is not read, and HTTP/2 flow control slows the client down.
+    If no admission slot is free, a request waits for one, even if its connection exceeds its fair
+    share. Meanwhile the stream is not read, so HTTP/2 flow control slows the client down.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Streams(Generic[Request]):
 
         Args:
             requests: Requests of the stream.
-            respond: Function that computes the response to a request. It must hold the given
-                admission context during the computation.
+            respond: Function that computes the response to a request. Its second argument is a
+                context manager that acquires the admission slots; enter it for the computation.
             context: gRPC context of the call, to which the responses are written.
             in_order: Whether to write the responses in the order of the requests.
 
