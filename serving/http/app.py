@@ -47,9 +47,9 @@ def http_app(
     """Return the ASGI application of the HTTP server.
 
     Args:
-        detector: Service behind `/v1`.
-        inference: Service behind `/v2`.
-        models: Models of both services.
+        detector: gRPC service that processes requests below `/v1`.
+        inference: gRPC service that processes requests below `/v2`.
+        models: Served models, used by both services.
         transport: Access control, tracing and settings.
     """
     app = Starlette(
@@ -87,7 +87,7 @@ async def _handle_http_error(_: Request, error: Exception) -> Response:
 
 
 class _SecurityHeaders:
-    """ASGI middleware that adds `_SECURITY_HEADERS` to each response."""
+    """ASGI middleware that adds the headers in `_SECURITY_HEADERS` to each response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

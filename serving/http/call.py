@@ -16,7 +16,7 @@ from ..config import address_of
 
 
 class AbortedCallError(Exception):
-    """The call was aborted; its context has the status and the message."""
+    """Error that ends an aborted request. The `HttpCall` holds the gRPC status and the message."""
 
 
 class HttpCall(CallOutcome):
@@ -30,9 +30,9 @@ class HttpCall(CallOutcome):
 
         Args:
             scope: Scope of the request.
-            receive: Function that returns the next message of the client.
-            send: Function that sends a message to the client.
-            max_bytes: Maximum size of the body in bytes.
+            receive: ASGI function that returns the next message of the client.
+            send: ASGI function that sends a message to the client.
+            max_bytes: Maximum size of the request's body in bytes.
         """
         super().__init__()
         self.request = Request(scope, receive, send)
@@ -42,7 +42,7 @@ class HttpCall(CallOutcome):
         self.is_disconnected = False
 
     def peer(self) -> str:
-        """Return the client's address as gRPC formats it."""
+        """Return the client's address as gRPC formats it, such as `ipv4:127.0.0.1:50000`."""
         host, port = self.request.scope["client"] or ("", 0)
         with contextlib.suppress(ValueError):
             # A socket for IPv4 and IPv6 reports 127.0.0.1 as ::ffff:127.0.0.1.
@@ -55,7 +55,7 @@ class HttpCall(CallOutcome):
         return self.request.headers.items()
 
     async def read(self) -> bytes:
-        """Return the body of the request.
+        """Receive the body of the request and return it.
 
         Raises:
             HTTPException: the body is larger than `max_bytes`, or compressed.
@@ -82,16 +82,16 @@ class HttpCall(CallOutcome):
             )
 
     def keep_body(self, body: bytes) -> None:
-        """Store the body until `take_body`."""
+        """Store the body of the request until `take_body` is called."""
         self._body = body
 
     def take_body(self) -> bytes:
-        """Return the body and drop the reference to it, so that it can be freed early."""
+        """Return the body that `keep_body` stored, and drop this object's reference to it."""
         body, self._body = self._body, b""
         return body
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
-        """Store the status, and raise AbortedCallError, which ends the call."""
+        """Store the gRPC status and its message, and raise AbortedCallError to end the request."""
         self._code, self._details = code, details
         raise AbortedCallError(details)
 
@@ -99,7 +99,8 @@ class HttpCall(CallOutcome):
     async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
         """Cancel the code within the context if the client disconnects.
 
-        Read the request's body before, because the context consumes further messages of the client.
+        Read the request's body before entering the context, which discards all further messages of
+        the client.
         """
         task = asyncio.current_task()
         assert task is not None

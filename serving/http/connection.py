@@ -30,7 +30,7 @@ _MAX_PIPELINED: Final = 128
 
 
 class HttpConnection(HttpToolsProtocol):
-    """HTTP connection. It is closed if the client is too slow, or too many connections are open."""
+    """HTTP connection. It is closed if the client is slow or too many connections are open."""
 
     def __init__(self, server: uvicorn.Server, settings: ServeConfig, max_connections: int) -> None:
         super().__init__(server.config, server.server_state, app_state={})
@@ -53,7 +53,7 @@ class HttpConnection(HttpToolsProtocol):
         self._slow_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Close the connection if too many are open, else wait for the first request's head."""
+        """Wait for the head of the first request. If too many connections are open, close this."""
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             transport.abort()
@@ -75,7 +75,7 @@ class HttpConnection(HttpToolsProtocol):
             self._slow_timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Parse data. Reject heads, trailers and chunk extensions that are too large."""
+        """Parse received data. Reject too large request heads, trailers and chunk extensions."""
         self._received = data
         self._bytes_since_body += len(data)
         super().data_received(data)
@@ -91,13 +91,13 @@ class HttpConnection(HttpToolsProtocol):
             self.send_400_response("The head of the request is too large.")
 
     def on_message_begin(self) -> None:
-        """Start to count the size of a head."""
+        """Start to count the size of a request's head (request line and headers)."""
         super().on_message_begin()
         self._head_bytes = -len(self._received)  # `data_received` adds this length afterwards
         self._is_body_complete = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. Ignore trailers."""
+        """Store a header of the request's head. Ignore headers that follow the body (trailers)."""
         if self._head_bytes is not None:  # else it is a trailer, which nothing reads
             super().on_header(name, value)
 
@@ -107,10 +107,11 @@ class HttpConnection(HttpToolsProtocol):
         self._bytes_since_body = 0
 
     def on_headers_complete(self) -> None:
-        """Start the request whose head has arrived, or queue it behind unanswered ones.
+        """Start the request whose head has arrived, or queue it behind unanswered requests.
 
         Raises:
-            ValueError: the head is not valid, or too many requests wait. The parser reports it.
+            ValueError: the head is not valid, or too many requests of the connection wait. The
+                parser, which calls this method, reports the error.
         """
         self._head_bytes = None
         self._bytes_since_body = 0
@@ -141,8 +142,8 @@ class HttpConnection(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Ignore the header Upgrade, as clients expect of servers that speak only HTTP/1.1.
 
-        The parser would skip the body of such a request. Therefore a new parser parses the request
-        again, without the header.
+        The parser would skip the body of a request with this header. Therefore a new parser parses
+        the request again, without the header.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -163,7 +164,7 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """Wait for the next head, or for the rest of the body."""
+        """Wait for the next request, or for the rest of the body of the answered request."""
         super().on_response_complete()
         if self.pipeline:  # receive no further requests before these have been answered
             self.flow.pause_reading()
@@ -173,7 +174,7 @@ class HttpConnection(HttpToolsProtocol):
             self._set_slow_timer(_LINGER_S, self._close_incomplete, self.cycle)
 
     def pause_writing(self) -> None:
-        """Start to check that the client reads the response. Called if the write buffer is full."""
+        """Start to check that the client reads the response, because the write buffer is full."""
         super().pause_writing()
         waiting = self.transport.get_write_buffer_size()
         self._set_slow_timer(_STALL_S, self._check_progress, waiting)
@@ -210,7 +211,7 @@ class HttpConnection(HttpToolsProtocol):
         self._set_slow_timer(_STALL_S, self.transport.abort)
 
     def _is_in_body(self) -> bool:
-        """Return whether the rest of the body of the latest request has yet to arrive."""
+        """Return whether the body of the latest request is still incomplete."""
         if self.cycle is None or self.cycle.scope is not self.scope:
             return False  # a new request has begun
         return not self._is_body_complete
@@ -226,7 +227,7 @@ class HttpConnection(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(timeout_s, self._close_late)
 
     def _close_late(self) -> None:
-        """Close the connection, because its next head has not arrived in time."""
+        """Close the connection, because the head of the next request has not arrived in time."""
         self._head_timer = None
         if self.pipeline:  # the server has paused reading, so the client is not late
             self._expect_head()
@@ -263,7 +264,10 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _set_socket_options(connection: socket.socket, keepalive_s: float) -> None:
-    """Make a socket send without delay, and close itself if the client does not respond."""
+    """Make a socket send without delay, and let the kernel close it if the client is unreachable.
+
+    `keepalive_s` is the idle time in seconds before the first TCP keepalive probe.
+    """
     tcp = socket.IPPROTO_TCP
     # asyncio sets TCP_NODELAY only on sockets that were created for IPPROTO_TCP. Without it, the
     # body is sent when the head is acknowledged, which clients delay by 40 ms.

@@ -72,7 +72,7 @@ class DetectionRoutes:
         self._transport = transport
 
     def routes(self) -> Iterator[Route]:
-        """Yield the routes."""
+        """Yield the routes of detection, model description and sample images."""
         yield self._route("POST", "/v1/detect", "Detect", self._detect)
         yield self._route("GET", "/v1/model", "GetModel", self._model)
         yield self._route("GET", "/v1/samples", "GetModel", self._sample_names)
@@ -153,12 +153,12 @@ def _is_text(name: str) -> bool:
 
 
 def _model_name(call: HttpCall) -> str:
-    """Return the model name in the query, or an empty string, which means the first model."""
+    """Return the model name in the query. If the query has no name, return an empty string."""
     return call.request.query_params.get("model", "")
 
 
 def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
-    """Return the message for an HTTP request: the body is the image, the query has the options.
+    """Return the `DetectRequest` for an HTTP request with the image as body and options as query.
 
     If the response is a PNG (`as_png`), the mask format `polygon` is replaced by `rle`.
 
@@ -184,7 +184,7 @@ def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
 
 
 def _prefers_png(accept: str) -> bool:
-    """Return whether the Accept header names image/png, and does not name JSON before it."""
+    """Return whether the Accept header names image/png, and not application/json before it."""
     parts = (part.replace(" ", "").lower().partition(";") for part in accept.split(","))
     kinds = [kind for kind, _, quality in parts if quality not in ("q=0", "q=0.0")]
     named = [kind for kind in kinds if kind in ("image/png", "application/json")]
@@ -196,11 +196,11 @@ def _not_encoded(detections: Detections) -> Detections:
 
 
 def _with_timing(response: TimedResponse[bytes]) -> bytes:
-    """Return the JSON object of a response, with the response's timing as member `timing`."""
+    """Return a response's JSON object, extended by the response's timing as member `timing`."""
     return b'%s,"timing":%s}' % (response.value[:-1], to_json(vars(response.timing)))
 
 
 def _server_timing(timing: Timing) -> str:
-    """Return the header Server-Timing, which browsers show in their developer tools."""
+    """Return the value of the header Server-Timing, which browsers show in developer tools."""
     stages = ("decode", "queue", "infer", "encode")
     return ", ".join(f"{s};dur={getattr(timing, f'{s}_us') / 1000:.3f}" for s in stages)

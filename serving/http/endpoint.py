@@ -34,7 +34,7 @@ _BROWSER_HEADERS: Final = ("origin", "sec-fetch-site")
 
 
 class JsonResponse(Response):
-    """Response with a JSON value, or with text that is JSON already (bytes)."""
+    """HTTP response whose body is JSON: a value to serialise, or bytes that are JSON already."""
 
     media_type = "application/json"
 
@@ -53,7 +53,7 @@ class Transport:
 
 
 class Endpoint:
-    """ASGI application of one route."""
+    """ASGI application of one HTTP route."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class Endpoint:
         """Create the endpoint.
 
         Args:
-            transport: Access control and tracing.
-            route: Template of the path.
-            method: gRPC method whose rules for tokens, limits and admission apply.
-            respond: Function that computes the response.
+            transport: Access control, tracing and settings.
+            route: Template of the path, for the traces.
+            method: Full name of the gRPC method whose rules for access and limits apply.
+            respond: Function that computes the response to a request.
             reads_body: Whether to read the body of the request before `respond` is called.
         """
         self._transport = transport
@@ -134,7 +134,7 @@ class Endpoint:
             return await self._respond(call)
 
     def _check_origin(self, call: HttpCall) -> None:
-        """Raise ForbiddenError if a web page tries to load or unload models."""
+        """Raise ForbiddenError if a web page sent a request that loads or unloads models."""
         # Any page in the operator's browser can send requests to a server on the same machine,
         # where they would count as local.
         headers = call.request.headers
@@ -146,7 +146,7 @@ class Endpoint:
 
 
 def error_response(status: grpc.StatusCode, message: str) -> Response:
-    """Return the response for a gRPC status code and its message."""
+    """Return the HTTP response for a gRPC status code and an error message."""
     code = http_status_from_status(status)
     headers = {}
     if code == 503:
@@ -157,12 +157,12 @@ def error_response(status: grpc.StatusCode, message: str) -> Response:
 
 
 def http_error_response(error: HTTPException) -> Response:
-    """Return the response for an error of the HTTP layer, such as an unknown path."""
+    """Return the HTTP response for an error of the HTTP layer, such as an unknown path."""
     return JsonResponse({"error": error.detail}, error.status_code, error.headers)
 
 
 async def _send(response: Response, send: Send) -> None:
-    """Send a response. Return when most of the body has left the write buffer."""
+    """Send an HTTP response, and wait until most of its body has left the write buffer."""
     headers = response.raw_headers
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})

@@ -33,7 +33,7 @@ class HttpServer:
         Args:
             app: ASGI application.
             config: Settings of the server.
-            max_connections: Maximum number of connections. Further ones are closed.
+            max_connections: Maximum number of connections. Further connections are closed at once.
         """
         # uvicorn logs a warning for each invalid request, and anybody can send thousands of them.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -54,7 +54,7 @@ class HttpServer:
 
     @contextlib.asynccontextmanager
     async def running(self, context: ssl.SSLContext | None) -> AsyncIterator[None]:
-        """Accept connections within the context. On exit, `stop` without a grace period.
+        """Accept connections within the context. On exit, stop without a grace period.
 
         Args:
             context: TLS settings. None: connections are not encrypted.
@@ -73,7 +73,7 @@ class HttpServer:
             await self.stop(0)
 
     async def stop(self, grace_s: float) -> None:
-        """Close the port and idle connections. In-flight requests have `grace_s` seconds."""
+        """Close the port and idle connections. Cancel in-flight requests after `grace_s` seconds."""
         if not self._server.should_exit:
             # With 0, uvicorn would cancel before it checks whether requests are open. It accepts
             # fractions, although the setting is declared as an integer.

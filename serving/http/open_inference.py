@@ -162,7 +162,7 @@ async def _unsupported(answer: str, _: Request) -> Response:
 
 
 def _model_of(call: HttpCall) -> tuple[str, str]:
-    """Return the model name and version in the path. Each is empty if the path has none."""
+    """Return the model name and the model version in the path. A missing one is empty."""
     parameters = call.request.path_params
     return parameters.get("model", ""), parameters.get("version", "")
 

@@ -1,4 +1,4 @@
-"""Conversion between messages of the Open Inference Protocol and its JSON with binary tensors."""
+"""Conversion between protobuf messages and JSON with binary tensors (Open Inference Protocol)."""
 
 import base64
 import binascii
@@ -44,7 +44,7 @@ class _Json(BaseModel):
 
 
 class InputTensor(_Json):
-    """Input tensor. Its contents are in `data`, or after the JSON if it has `binary_data_size`."""
+    """Input tensor. Its contents are in `data` or, with parameter `binary_data_size`, binary."""
 
     name: str
     # Sizes; the first is the number of images.
@@ -56,7 +56,7 @@ class InputTensor(_Json):
 
 
 class RequestedOutput(_Json):
-    """Name of an output tensor to return. `binary_data`: return it after the JSON."""
+    """Output tensor to return. If the parameter `binary_data` is true, it follows the JSON."""
 
     name: str
     parameters: Parameters = {}
@@ -84,7 +84,7 @@ class IndexRequest(_Json):
 
 
 class BinaryOutputs(NamedTuple):
-    """Outputs that are returned as binary data."""
+    """Rule for the output tensors that are returned as binary data: a default with exceptions."""
 
     # Whether outputs are binary by default.
     is_default: bool
@@ -92,7 +92,7 @@ class BinaryOutputs(NamedTuple):
     exceptions: frozenset[str]
 
     def include(self, name: str) -> bool:
-        """Return whether an output is returned as binary data."""
+        """Return whether the output `name` is returned as binary data."""
         return self.is_default != (name in self.exceptions)
 
 
@@ -104,7 +104,7 @@ def parse_json(kind: type[BaseModel], text: bytes) -> Any:
         text: JSON text. Empty: an object without members.
 
     Raises:
-        InvalidRequestError: the text is not valid JSON, or does not fit the class.
+        InvalidRequestError: the text is not valid JSON, or does not match the fields of `kind`.
     """
     try:
         return kind.model_validate_json(text or b"{}")
@@ -120,14 +120,15 @@ def infer_request_from_http(
     """Return the message for a REST inference request, and the outputs to return as binary data.
 
     Args:
-        body: Body of the request: JSON, and then the binary data of inputs.
+        body: Body of the request: JSON, followed by the binary data of input tensors, if any.
         json_length: Header Inference-Header-Content-Length: size of the JSON in bytes, as text.
             None: the body is only JSON.
         model: Model name in the path.
         version: Model version in the path. Empty: the path has no version.
 
     Raises:
-        InvalidRequestError: the body does not follow the protocol. The service checks the contents.
+        InvalidRequestError: the body or `json_length` does not follow the protocol. Whether shapes
+            are supported is checked later, by the service.
     """
     length = len(body) if json_length is None else _length_from_header(json_length, len(body))
     text = body[:length]
@@ -159,7 +160,10 @@ def _length_from_header(text: str, body_size: int) -> int:
 
 
 def _raw_contents(inputs: Sequence[InputTensor], binary: memoryview) -> list[bytes]:
-    """Return the raw contents of each input, and remove `binary_data_size` from its parameters."""
+    """Return the raw contents of each input tensor, from its `data` or from `binary`.
+
+    Also remove `binary_data_size` from the parameters of each input.
+    """
     contents, start = [], 0
     for tensor in inputs:
         size = tensor.parameters.pop(_SIZE, None)
@@ -186,7 +190,7 @@ def _raw_contents(inputs: Sequence[InputTensor], binary: memoryview) -> list[byt
 
 
 def _raw_from_data(tensor: InputTensor) -> bytes:
-    """Return the raw contents of a tensor whose contents are in JSON."""
+    """Convert the JSON contents (`data`) of an input tensor to raw contents."""
     name, data = tensor.name, tensor.data
     if data is None:
         raise InvalidRequestError(f"input {name!r} has neither data nor {_SIZE}; give one of them")
@@ -208,9 +212,9 @@ def _raw_from_data(tensor: InputTensor) -> bytes:
 
 
 def _flat(data: list[Any]) -> list[Any]:
-    """Return the elements of nested lists.
+    """Return the elements of nested lists of equal depth as one list.
 
-    If a list holds both lists and other values, its lists are returned as elements.
+    If one level holds both lists and other values, its lists are returned as elements.
     """
     while data and set(map(type, data)) == {list}:
         data = list(itertools.chain.from_iterable(data))
@@ -282,11 +286,11 @@ def _parameter_messages(parameters: Parameters) -> dict[str, pb.InferParameter]:
 def http_from_infer_response(
     response: pb.ModelInferResponse, binary: BinaryOutputs
 ) -> tuple[bytes, int | None]:
-    """Return the body of a REST inference response.
+    """Convert an inference response to the body of a REST response.
 
     Args:
-        response: Response with raw contents of datatype BYTES, FP32 or INT64.
-        binary: Outputs to return as binary data.
+        response: Response whose outputs have raw contents and datatype BYTES, FP32 or INT64.
+        binary: Outputs to return as binary data after the JSON.
 
     Returns:
         The body, and the size of its JSON part in bytes, or None if the body is only JSON.

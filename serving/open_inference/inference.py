@@ -53,7 +53,7 @@ async def infer(
     Args:
         request: ModelInfer request.
         pipeline: Pipeline that processes the images.
-        model: Served model.
+        model: Model to use, obtained from `pipeline.model`.
         config: Server settings.
         precision: Precision suffix of the request's model name. None: the name has no suffix.
         peer: Client address, as `context.peer()` returns it.
@@ -66,7 +66,8 @@ async def infer(
     Raises:
         ImageError: an image is invalid; the message contains its index.
         InvalidRequestError: another part of the request is invalid.
-        QueueFullError: too few slots are free, and the request exceeds its connection's fair share.
+        QueueFullError: too few admission slots are free, and the request exceeds its connection's
+            fair share of the slots.
         ExpiredError: the request exceeded its time limit.
         ServingError: see `Pipeline.detect`.
     """
@@ -132,7 +133,7 @@ async def _detect(
 
 
 def _not_encoded(detections: Detections) -> Detections:
-    """Return the detections unchanged; `add_outputs` encodes all images together."""
+    """Return the detections unchanged, because `add_outputs` encodes those of all images later."""
     return detections
 
 
@@ -147,8 +148,8 @@ def scheduling_from_request(
         peer: Client address, as `context.peer()` returns it.
 
     Raises:
-        InvalidRequestError: a parameter is unknown, out of range, of the wrong type, or
-            contradicts the model name.
+        InvalidRequestError: a parameter is unknown, out of range or of the wrong type, or its
+            precision differs from `precision`.
     """
     values = _parameters_of(request)
     chosen = values.get("precision", precision)
@@ -171,7 +172,7 @@ def _requested_outputs(request: pb.ModelInferRequest, known: Sequence[str]) -> t
     """Return the names of the requested outputs, without duplicates. Empty if none are requested.
 
     Raises:
-        InvalidRequestError: an output is unknown or has parameters.
+        InvalidRequestError: an output is not in `known` or has parameters.
     """
     for output in request.outputs:
         if output.name not in known:

@@ -51,12 +51,12 @@ def validate_input(request: pb.ModelInferRequest, max_batch: int, max_pixels: in
 
     Args:
         request: ModelInfer request.
-        max_batch: Maximum number of images.
+        max_batch: Maximum number of images per request.
         max_pixels: Maximum number of pixels per image. Encoded images are not checked here.
 
     Raises:
         InvalidRequestError: the input is missing, its shape or datatype is not supported, or its
-            contents do not match them.
+            contents do not match its shape and datatype.
         ImageError: the images are too small or too elongated.
     """
     tensor, raw = _only_input(request)
@@ -75,11 +75,11 @@ def validate_input(request: pb.ModelInferRequest, max_batch: int, max_pixels: in
 def decode_input(images: ImageInput) -> Sequence[SourceImage]:
     """Return each image of an input, as an encoded file or an RGB array [H, W, 3] uint8.
 
-    This may take seconds.
+    For large tensors, this may take seconds. Encoded files are not decoded here.
 
     Raises:
-        InvalidRequestError: raw contents of datatype BYTES are malformed, or a pixel value is
-            outside of 0..255.
+        InvalidRequestError: the raw contents of a BYTES tensor are malformed, or a pixel value is
+            outside 0..255.
     """
     tensor, raw = images.tensor, images.raw
     if tensor.datatype != "BYTES":
@@ -90,7 +90,7 @@ def decode_input(images: ImageInput) -> Sequence[SourceImage]:
 
 
 def _only_input(request: pb.ModelInferRequest) -> tuple[InputTensor, bytes | None]:
-    """Return the only input tensor and its raw contents. None: the tensor has typed contents."""
+    """Return the only input tensor and its entry in `raw_input_contents`, or None without it."""
     names = [tensor.name for tensor in request.inputs]
     if names != [INPUT_NAME]:
         raise InvalidRequestError(
@@ -158,11 +158,11 @@ def reject_parameters(owner: str, parameters: Mapping[str, pb.InferParameter]) -
 def check_contents(tensor: InputTensor, raw: bytes | None) -> None:
     """Check that the size of a tensor's contents matches its shape.
 
-    Raw contents of datatype BYTES are not checked here but in `decode_input`.
+    The raw contents of a BYTES tensor are not checked here but in `decode_input`.
 
     Args:
         tensor: Tensor of datatype BYTES, UINT8 or FP32.
-        raw: Raw contents. None: the tensor has typed contents.
+        raw: Contents from `raw_input_contents`. None: the contents are in `tensor.contents`.
 
     Raises:
         InvalidRequestError: a size in the shape is negative, or the number of elements is wrong.
@@ -193,10 +193,10 @@ def pixels_from_tensor(tensor: InputTensor, raw: bytes | None) -> NDArray[np.uin
 
     Args:
         tensor: Tensor that has passed `check_contents`.
-        raw: Raw contents. None: the tensor has typed contents.
+        raw: Contents from `raw_input_contents`. None: the contents are in `tensor.contents`.
 
     Raises:
-        InvalidRequestError: a value is outside of 0..255.
+        InvalidRequestError: a value is outside 0..255.
     """
     if raw is not None and tensor.datatype == "UINT8":
         return np.frombuffer(raw, np.uint8).reshape(tensor.shape)
@@ -217,11 +217,11 @@ def _typed_contents(tensor: InputTensor) -> Sequence[Any]:
 
 
 def split_raw(name: str, raw: bytes, count: int) -> list[bytes]:
-    """Split raw contents of datatype BYTES into `count` strings.
+    """Split the raw contents of a BYTES tensor into `count` strings.
 
     Args:
         name: Name of the tensor, for error messages.
-        raw: Raw contents: each string after its length in 4 bytes.
+        raw: Raw contents: for each string, its length in 4 bytes (little-endian), then the string.
         count: Number of strings.
 
     Raises:

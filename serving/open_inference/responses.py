@@ -46,8 +46,9 @@ class OutputSpec(NamedTuple):
 def output_specs(manifest: Manifest) -> tuple[OutputSpec, ...]:
     """Return the specifications of all output tensors.
 
-    B is the number of images, D the model's maximum number of detections, M the side of its masks.
-    Each image has `num_detections` rows, padded to D with zeros or empty strings.
+    B is the number of images, D the model's maximum number of detections per image, and M the side
+    of its square masks. Each image has `num_detections` rows, padded to D rows with zeros or empty
+    strings.
 
     - num_detections [B, 1]
     - boxes [B, D, 4] xyxy in pixels of the image after its EXIF rotation
@@ -55,7 +56,7 @@ def output_specs(manifest: Manifest) -> tuple[OutputSpec, ...]:
     - labels [B, D]; 1 is the first class
     - masks [B, D] COCO RLE (compressed counts) of masks with the size of the rotated image
     - image_sizes [B, 2] height and width of the rotated image, which COCO RLE needs
-    - mask_probabilities [B, D, M, M] within each box
+    - mask_probabilities [B, D, M, M] on a regular grid over each box
     - class_names [B, D]
 
     The outputs mask_probabilities and class_names are sent only if the request names them.
@@ -74,12 +75,12 @@ def output_specs(manifest: Manifest) -> tuple[OutputSpec, ...]:
 
 
 def default_outputs(manifest: Manifest) -> tuple[str, ...]:
-    """Return the names of the outputs to send if the request names none."""
+    """Return the names of the outputs to send if the request does not name any outputs."""
     return tuple(o.name for o in output_specs(manifest) if o.name not in _BY_NAME_ONLY)
 
 
 def mask_format_of(outputs: Sequence[str]) -> MaskFormat:
-    """Return the mask format that the pipeline must compute for these outputs."""
+    """Return the mask format that the pipeline must compute for the named output tensors."""
     if "mask_probabilities" in outputs:
         return MaskFormat.PROBABILITIES  # `add_outputs` converts them to COCO RLE if needed
     return MaskFormat.RLE if "masks" in outputs else MaskFormat.NONE
@@ -102,7 +103,7 @@ def server_metadata() -> pb.ServerMetadataResponse:
 
 
 def model_metadata(name: str, model: ServedModel) -> pb.ModelMetadataResponse:
-    """Return the response to ModelMetadata for a served model name."""
+    """Return the response to ModelMetadata for `name`, one of the names of `model`."""
     tensor = pb.ModelMetadataResponse.TensorMetadata
     return pb.ModelMetadataResponse(
         name=name,
@@ -118,7 +119,7 @@ def model_metadata(name: str, model: ServedModel) -> pb.ModelMetadataResponse:
 
 
 def model_config(name: str, model: ServedModel, config: ServeConfig) -> pb.ModelConfigResponse:
-    """Return the response to ModelConfig for a served model name."""
+    """Return the response to ModelConfig for `name`, one of the names of `model`."""
     return pb.ModelConfigResponse(
         config=pb.ModelConfig(
             name=name,
@@ -170,7 +171,7 @@ def _dynamic_batching(config: ServeConfig) -> pb.ModelDynamicBatching:
 
 
 def _properties(model: ServedModel) -> dict[str, str]:
-    """Return model properties that the protocol has no fields for: names and JSON values."""
+    """Return model properties without a field in the protocol, as JSON text by property name."""
     categories = model.manifest.categories
     properties = {
         "class_names": [category.name for category in categories],  # the first has label 1
@@ -182,7 +183,7 @@ def _properties(model: ServedModel) -> dict[str, str]:
 
 
 def empty_response(request: pb.ModelInferRequest, version: str) -> pb.ModelInferResponse:
-    """Return the response to a request: model name, version and request ID, without outputs."""
+    """Return a response with the request's model name and ID and with `version`, but no outputs."""
     return pb.ModelInferResponse(
         model_name=request.model_name, model_version=version, id=request.id
     )
@@ -229,7 +230,10 @@ _VALUES: Final[Mapping[str, Callable[[Detections], Any]]] = {
 
 
 def serialised_strings(rows: Iterable[Iterable[bytes]]) -> bytes:
-    """Serialise strings as raw contents of datatype BYTES: each one after its length in 4 bytes."""
+    """Serialise strings as the raw contents of a BYTES tensor.
+
+    Each string follows its length in 4 bytes (little-endian). `rows` are concatenated.
+    """
     return b"".join(len(text).to_bytes(4, "little") + text for row in rows for text in row)
 
 

@@ -34,7 +34,7 @@ _Method = Callable[["InferenceService", Any, CallContext], Awaitable[Any]]
 
 
 def _aborting(method: _Method) -> _Method:
-    """Decorate a method: if it raises, the call is aborted with the exception's gRPC status."""
+    """Decorate a gRPC method: if it raises, abort the call with the exception's gRPC status."""
 
     @functools.wraps(method)
     def call(self: "InferenceService", request: Any, context: CallContext) -> Awaitable[Any]:
@@ -46,8 +46,8 @@ def _aborting(method: _Method) -> _Method:
 class InferenceService(GRPCInferenceServiceServicer):
     """Servicer of inference.GRPCInferenceService.
 
-    Requests for NAME, the model name in the bundle, use the default precision. Requests for
-    `NAME-PRECISION` use that precision.
+    If a request's model name is NAME, the name of a served model, the default precision is used. If
+    it is `NAME-PRECISION`, that precision is used.
     """
 
     def __init__(self, models: ModelRepository, config: ServeConfig, health: HealthService) -> None:
@@ -59,7 +59,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         self._changes: set[asyncio.Task[None]] = set()
 
     def stop_reading(self) -> None:
-        """Stop reading requests from streams (see `Streams.stop`), and cancel model loads."""
+        """Stop reading requests from streams, and cancel pending loads and unloads of models."""
         self._streams.stop()
         for task in self._changes:
             task.cancel()
@@ -79,7 +79,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ModelReady(  # noqa: N802
         self, request: pb.ModelReadyRequest, context: CallContext
     ) -> pb.ModelReadyResponse:
-        """Return whether a model can process inference requests; false for an unknown model."""
+        """Return whether a model can process inference requests. An unknown model cannot."""
         version = self._models.find_or_first(request.name).model.version
         ready = request.version in ("", version) and self._health.is_model_serving(request.name)
         return pb.ModelReadyResponse(ready=ready)
@@ -149,7 +149,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def RepositoryModelLoad(  # noqa: N802
         self, request: pb.RepositoryModelLoadRequest, context: CallContext
     ) -> pb.RepositoryModelLoadResponse:
-        """Load a model's bundle again. If that fails, the served model does not change."""
+        """Load a model's bundle again. If loading fails, the served model does not change."""
         _reject_unknown(request.parameters, "RepositoryModelLoad has no parameters")
         try:
             pipeline = await self._models.find_loadable(request.model_name)
@@ -162,7 +162,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def RepositoryModelUnload(  # noqa: N802
         self, request: pb.RepositoryModelUnloadRequest, context: CallContext
     ) -> pb.RepositoryModelUnloadResponse:
-        """Reject new requests, drain the in-flight ones, and end the worker processes."""
+        """Unload a model: reject new requests, drain in-flight ones, end its worker processes."""
         pipeline, precision = self._find(request.model_name, "")
         if precision is not None:
             raise InvalidRequestError(
@@ -177,7 +177,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         return pb.RepositoryModelUnloadResponse()
 
     async def _run_to_end(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a load or unload to its end, even if the client disconnects."""
+        """Load or unload a model by calling `change`. Continue even if the client disconnects."""
         if not self._health.is_running:
             raise StoppingError("the server is starting or stopping")
         task = asyncio.create_task(change())
@@ -207,12 +207,12 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ModelStreamInfer(  # noqa: N802
         self, requests: AsyncIterator[pb.ModelInferRequest], context: _StreamContext
     ) -> None:
-        """Process the requests of a stream concurrently, and respond in their order."""
+        """Process the requests of a stream concurrently. Send responses in the requests' order."""
         respond = functools.partial(self._stream_response_to, context.peer())
         await self._streams.process(requests, respond, context, in_order=True)
 
     def _image_count(self, request: pb.ModelInferRequest) -> int:
-        """Return the number of images that the input's shape states; 1 if the shape is invalid."""
+        """Return the number of images in the input's shape. If the shape is invalid, return 1."""
         shape = request.inputs[0].shape if request.inputs else ()
         return shape[0] if shape and 1 <= shape[0] <= self._config.images_per_request else 1
 
@@ -261,7 +261,9 @@ class InferenceService(GRPCInferenceServiceServicer):
         return self._models.find_or_first(request.model_name)
 
     def _find(self, name: str, version: str) -> tuple[Pipeline, str | None]:
-        """Return the pipeline and the precision of a model name. None: the default precision.
+        """Return the pipeline that serves a model name, and the name's precision suffix.
+
+        If the name has no suffix, the second value is None. An empty `version` matches any version.
 
         Raises:
             ModelNotFoundError: the model or the version is not served.

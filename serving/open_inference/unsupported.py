@@ -36,7 +36,7 @@ class UnsupportedMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # g
     """
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Return a handler that rejects a method. None: this class does not reject the method."""
+        """Return a handler that rejects an unsupported method. Return None for other methods."""
         method = handler_call_details.method
         for name, answer in _ANSWERS.items():
             if method.startswith(f"{_SERVICE}{name}"):
