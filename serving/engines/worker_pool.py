@@ -137,7 +137,7 @@ class WorkerProcess(Generic[Item, Result]):
 
     @property
     def is_spare(self) -> bool:
-        """Whether the worker is superfluous: started for a second or later GPU, but on the CPU."""
+        """Whether the worker is superfluous: started for an additional GPU, but using the CPU."""
         return self.resources.is_for_gpu and self.info.device == "cpu"
 
     def warm_up(self, max_batch: int) -> None:

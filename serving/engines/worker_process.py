@@ -222,10 +222,9 @@ def _serve_channel(engine: Any, channel: Channel) -> None:
 
 
 def _portable_error(error: BaseException, context: str) -> Exception:
-    """Return `error`, or a BackendError if it is of another type than the server expects.
+    """Return `error` if the server expects its type, or else log it and return a BackendError.
 
-    Such an error is logged, because the server possibly cannot unpickle it. `context` begins the
-    message.
+    The BackendError can always be unpickled by the server. Its message begins with `context`.
     """
     if isinstance(error, (BundleError, ImageError, ServingError)):
         return error

@@ -111,7 +111,7 @@ class FrontEndServer:
         """Reject new calls, wait for open ones, and end the front ends. Idempotent.
 
         Args:
-            grace: Time limit of the open calls in seconds. None: cancel them.
+            grace: Time limit of the open calls in seconds. None: cancel them at once.
         """
         for task in self._restarting:
             task.cancel()
@@ -128,7 +128,7 @@ class FrontEndServer:
         return _FrontEnd(self._arguments, self._find_handler)
 
     async def _restart_when_ended(self, index: int) -> None:
-        """Restart the front end with this index, from 0, whenever its process ends."""
+        """Restart front end number `index`, counted from 0, whenever its process ends."""
         loop, pause_s = asyncio.get_running_loop(), 0.0
         while True:
             started = loop.time()
@@ -186,7 +186,7 @@ class _FrontEnd:
         """Stop the process once its calls have ended. Kill it if it does not end in time.
 
         Args:
-            grace: Time limit of the open calls in seconds. None: cancel them.
+            grace: Time limit of the open calls in seconds. None: cancel them at once.
         """
         if self._link and self._is_ready:
             self._link.send(Frame.STOP, payload=pickle.dumps(grace))

@@ -73,7 +73,7 @@ class HttpServer:
             await self.stop(0)
 
     async def stop(self, grace_s: float) -> None:
-        """Close the port and idle connections. Cancel in-flight requests after `grace_s` seconds."""
+        """Close the port and idle connections. Cancel open requests after `grace_s` seconds."""
         if not self._server.should_exit:
             # With 0, uvicorn would cancel before it checks whether requests are open. It accepts
             # fractions, although the setting is declared as an integer.

@@ -148,8 +148,8 @@ def scheduling_from_request(
         peer: Client address, as `context.peer()` returns it.
 
     Raises:
-        InvalidRequestError: a parameter is unknown, out of range or of the wrong type, or its
-            precision differs from `precision`.
+        InvalidRequestError: a parameter of the request is unknown, out of range or of the wrong
+            type, or the request's parameter `precision` differs from the argument.
     """
     values = _parameters_of(request)
     chosen = values.get("precision", precision)

@@ -90,7 +90,7 @@ def decode_input(images: ImageInput) -> Sequence[SourceImage]:
 
 
 def _only_input(request: pb.ModelInferRequest) -> tuple[InputTensor, bytes | None]:
-    """Return the only input tensor and its entry in `raw_input_contents`, or None without it."""
+    """Return the only input tensor, and its entry in `raw_input_contents` (None: no entry)."""
     names = [tensor.name for tensor in request.inputs]
     if names != [INPUT_NAME]:
         raise InvalidRequestError(

@@ -65,7 +65,7 @@ class AdmissionController:
 
     @property
     def capacity(self) -> int:
-        """Current number of slots, free or in use. If the service rate is low, it is reduced."""
+        """Current number of slots, free or in use. It is lower while the service rate is low."""
         if not self._in_use or self._service_s * self._max_capacity <= self._max_wait_s:
             return self._max_capacity
         fitting = int(self._max_wait_s / self._service_s)
@@ -170,8 +170,8 @@ class AdmissionController:
         It is the newest request of the connection that has the most waiting requests.
 
         Raises:
-            QueueFullError: the queue is full, and with one more request, `peer` would have at least
-                as many in it as any other connection.
+            QueueFullError: the queue is full, and with one more waiting request, `peer` would have
+                at least as many of them as any other connection.
         """
         if sum(map(len, self._waiting.values())) < self._max_capacity:
             return
@@ -228,7 +228,7 @@ class AdmissionController:
 
 
 def _add(slots: Counter[str], peer: str, number: int) -> None:
-    """Add `number`, which may be negative, to the slots of a connection. Delete an entry of 0."""
+    """Add `number`, possibly negative, to a connection's slots. Delete the entry if it becomes 0."""
     slots[peer] += number
     if not slots[peer]:
         del slots[peer]

@@ -120,13 +120,13 @@ class Batcher(Generic[Item, Result]):
 
     @property
     def gpus(self) -> list[int | None]:
-        """GPU index of each worker. None: the worker computes on the CPU."""
+        """Index, among CUDA's GPUs, of each worker's GPU. None: the worker computes on the CPU."""
         on_gpu = self.info.device == "cuda"
         return [worker.process.resources.gpu if on_gpu else None for worker in self._workers]
 
     @property
     def concurrency(self) -> int:
-        """Number of batches that all workers together can have in flight; 1 if none is up."""
+        """Number of batches that all workers together can have in flight; 1 if no worker is up."""
         return max(1, self.engines_up * self.info.concurrency)
 
     @property
@@ -241,7 +241,7 @@ class Batcher(Generic[Item, Result]):
         self._changed.set()
 
     async def _keep_up(self, index: int) -> None:
-        """Restart the worker with this index, from 0, whenever its process ends."""
+        """Restart worker number `index`, counted from 0, whenever its process ends."""
         while True:
             worker = self._workers[index]
             self._changed.set()
@@ -260,7 +260,7 @@ class Batcher(Generic[Item, Result]):
             _fail(self._schedule.take_all(), _down_error())
 
     async def _restart(self, index: int) -> None:
-        """Start a new process for the worker with this index, from 0. Retry until it is ready."""
+        """Start a new process for worker number `index`, counted from 0. Retry until it is up."""
         loop = asyncio.get_running_loop()
         pause_s = _FIRST_PAUSE_S
         while True:

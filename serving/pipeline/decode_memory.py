@@ -63,7 +63,7 @@ class DecodeMemory:
             self._release(size)
 
     def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
-        """Reserve memory within the context, for an image that a thread of the pool processes.
+        """Reserve memory within the context, for an image that a `FairThreadPool` processes.
 
         If `size` is at most `self.small`, nothing is reserved, because this many bytes are set
         aside for each thread. The arguments and errors are the same as in `reserve`.

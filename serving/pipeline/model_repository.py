@@ -44,7 +44,7 @@ class ModelRepository:
 
     @property
     def first(self) -> Pipeline:
-        """Pipeline of the requests that name no model."""
+        """Pipeline that processes the requests without a model name."""
         return self.pipelines[0]
 
     @property

@@ -14,9 +14,9 @@ class OpenCalls:
     The server accepts at most `limit` open calls. If F of them are free, each connection may have
     up to 8 * F open calls (dynamic thresholds; Choudhury and Hahne, 1998). A single connection can
     thus open about 8/9 of `limit`, because 1/9 is then free. If a second connection opens calls, F
-    falls, and the first cannot open new ones until enough of its calls have ended. Each can then
-    have about 8/17. A call beyond the limit is rejected at once, because calls can stay open for
-    hours.
+    falls, and the first cannot open new calls until enough of its calls have ended. Each of the two
+    connections can then have about 8/17 of `limit`. A call beyond the limit is rejected at once,
+    because calls can stay open for hours.
     """
 
     def __init__(self, limit: int) -> None:

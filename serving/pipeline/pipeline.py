@@ -63,7 +63,7 @@ class Pipeline:
 
     @property
     def model(self) -> ServedModel:
-        """Model for new requests."""
+        """Served model, which processes new requests."""
         return self.lifecycle.model
 
     @property

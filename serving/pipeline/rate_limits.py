@@ -48,9 +48,9 @@ class RateLimits:
     def charge(self, images: int) -> None:
         """Take the tokens of one request with `images` images from the client's buckets.
 
-        The client is that of the current task, `current_client`. A request with more images than
-        the bucket's capacity is accepted if the bucket is full. The bucket's balance then becomes
-        negative, which delays the client's next requests.
+        The client is the value of the context variable `current_client`. A request with more images
+        than the bucket's capacity is accepted if the bucket is full. The bucket's balance then
+        becomes negative, which delays the client's next requests.
 
         Raises:
             RateLimitError: the client has exceeded its limit of requests or images per second.

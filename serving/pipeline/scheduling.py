@@ -137,7 +137,10 @@ class Schedule(Generic[T]):
         return waiting
 
     def due(self) -> float | None:
-        """Return the time when the oldest queued item reaches `max_delay_s`. None: no items."""
+        """Return the time at which the oldest item will have waited `max_delay_s`, in seconds.
+
+        The clock is that of `now` in `add`. None: no item is queued.
+        """
         return min((ticket.arrival + self._policy.max_delay_s for ticket in self), default=None)
 
     def _size(self, queue: list[Ticket[T]], now: float) -> int:

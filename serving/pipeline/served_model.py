@@ -110,8 +110,8 @@ class ServedModel:
         """Load the bundle. Call `close` afterwards, even if this fails.
 
         Raises:
-            BundleError: the bundle is damaged or lacks a precision that the settings name.
-            BackendError: a backend does not run on this machine or with this batch size.
+            BundleError: the bundle is damaged or lacks a configured precision.
+            BackendError: a backend does not run on this machine or with the maximum batch size.
         """
         config = self._config
         resources = await in_daemon_thread(assign_resources, config.workers)

@@ -113,11 +113,11 @@ def family_of(host: str) -> socket.AddressFamily:
 class GrpcServer(Protocol):
     """Interface of gRPC servers: `grpc.aio.Server` and `front_ends.server.FrontEndServer`.
 
-    The former accepts connections in this process, the latter in front-end processes.
+    `grpc.aio.Server` accepts connections in this process, `FrontEndServer` in front-end processes.
     """
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Any) -> None:
-        """Add handlers of services."""
+        """Add handlers of gRPC services."""
 
     async def start(self) -> None:
         """Start to accept calls."""

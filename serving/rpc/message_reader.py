@@ -122,9 +122,9 @@ def call_handler(
 ) -> Callable[[Any], Awaitable[Any]]:
     """Return an asynchronous function that processes a call of a gRPC method.
 
-    Its argument is the gRPC context of the call. It reads and parses the requests and passes them
-    to `handler`. If the method has one request, the function returns the handler's response. If the
-    method has a stream of requests, it returns None, and responses are written to the context.
+    The function takes the call's gRPC context, reads and parses the requests, and passes them to
+    `handler`. If the method has one request, it returns the handler's response. If the method has a
+    stream of requests, it returns None, and the responses are written to the context.
 
     Args:
         handler: `grpc.RpcMethodHandler` of the method.
@@ -260,7 +260,7 @@ def _walk(
     """Yield `path, field` for each field in `message[start:end]`, including nested messages.
 
     If the field is a string or packed integers, which protobuf parses element by element, `path` is
-    `prefix` and the field's dotted name. Otherwise `path` is empty. `kind` is the message type.
+    `prefix` plus the field's dotted name. Otherwise `path` is empty. `kind` is the message type.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)
