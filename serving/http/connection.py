@@ -53,7 +53,7 @@ class HttpConnection(HttpToolsProtocol):
         self._slow_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Wait for the head of the first request. If too many connections are open, close this."""
+        """Wait for the first request's head. If too many connections are open, close this one."""
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             transport.abort()
@@ -75,7 +75,7 @@ class HttpConnection(HttpToolsProtocol):
             self._slow_timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data. Reject too large request heads, trailers and chunk extensions."""
+        """Parse received data. Reject request heads, trailers and chunk extensions over 64 KiB."""
         self._received = data
         self._bytes_since_body += len(data)
         super().data_received(data)

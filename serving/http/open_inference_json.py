@@ -44,7 +44,7 @@ class _Json(BaseModel):
 
 
 class InputTensor(_Json):
-    """Input tensor. Its contents are in `data` or, with parameter `binary_data_size`, binary."""
+    """Input tensor. Its contents are in `data`, or after the JSON if `binary_data_size` is set."""
 
     name: str
     # Sizes; the first is the number of images.
@@ -162,7 +162,7 @@ def _length_from_header(text: str, body_size: int) -> int:
 def _raw_contents(inputs: Sequence[InputTensor], binary: memoryview) -> list[bytes]:
     """Return the raw contents of each input tensor, from its `data` or from `binary`.
 
-    Also remove `binary_data_size` from the parameters of each input.
+    `binary` is the body after the JSON. Also remove `binary_data_size` from the parameters.
     """
     contents, start = [], 0
     for tensor in inputs:

@@ -228,7 +228,7 @@ class AdmissionController:
 
 
 def _add(slots: Counter[str], peer: str, number: int) -> None:
-    """Add `number`, possibly negative, to a connection's slots. Delete the entry if it becomes 0."""
+    """Add `number`, possibly negative, to a connection's slots. Delete an entry that becomes 0."""
     slots[peer] += number
     if not slots[peer]:
         del slots[peer]
