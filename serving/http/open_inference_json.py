@@ -44,7 +44,7 @@ class _Json(BaseModel):
 
 
 class InputTensor(_Json):
-    """Input tensor. Its contents are in `data`, or after the JSON if `binary_data_size` is set."""
+    """Input tensor. Its contents are in `data`, or after the JSON if it has `binary_data_size`."""
 
     name: str
     # Sizes; the first is the number of images.
@@ -56,7 +56,7 @@ class InputTensor(_Json):
 
 
 class RequestedOutput(_Json):
-    """Output tensor to return. If the parameter `binary_data` is true, it follows the JSON."""
+    """Name of an output tensor to return. `binary_data`: return it after the JSON."""
 
     name: str
     parameters: Parameters = {}
