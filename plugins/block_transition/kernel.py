@@ -10,9 +10,9 @@ _SHARED = 227 << 10
 
 
 def fits_shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> bool:
-    """Return whether the kernel fits a GPU's shared memory.
+    """Return whether the kernel fits the shared memory of a GPU of compute capability 9.0.
 
-    Arguments are those of `block_transition_kernel`.
+    The arguments are numbers of channels, as those of `block_transition_kernel`.
     """
     return _shared_memory(channels, shortcut, outputs, reduced) <= _SHARED
 
@@ -20,14 +20,14 @@ def fits_shared_memory(channels: int, shortcut: int, outputs: int, reduced: int)
 def block_transition_kernel(
     value_type: str, channels: int, shortcut: int, outputs: int, reduced: int
 ) -> Kernel:
-    """Return the kernel for `float16` or `bfloat16`.
+    """Return the CUDA kernel of `maskrcnn::block_transition`.
 
     Args:
-        value_type: type of all tensors.
+        value_type: type of all tensors, `float16` or `bfloat16`.
         channels: channels of the input.
         shortcut: channels of the shortcut's input; 0 if the shortcut is a map to add.
-        outputs: channels of the output.
-        reduced: channels after the next block's first convolution.
+        outputs: channels of the residual block's output.
+        reduced: output channels of the next block's first convolution.
     """
     constants = (
         ("VALUE", value_type),
@@ -47,7 +47,7 @@ def block_transition_kernel(
 
 
 def block_transition_launch(pixels: int, multiprocessors: int) -> Launch:
-    """Return the grid, block and scalar arguments of the kernel.
+    """Return the grid, block and scalar arguments of `block_transition_kernel`.
 
     Inputs are images [pixels, channels], weight [outputs, channels], bias [outputs], the shortcut
     [pixels, outputs] or its input [pixels, shortcut], the shortcut's weight [outputs, shortcut] and
@@ -60,7 +60,7 @@ def block_transition_launch(pixels: int, multiprocessors: int) -> Launch:
 
 
 def _shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> int:
-    """Return the bytes of all weights, and of 16 pixels per warp."""
+    """Return the shared memory of a block in bytes: all weights, and 16 pixels per warp."""
     weights = outputs * (channels + shortcut + reduced)
     pixels = _TILE * _THREADS // _WARP * (channels + (shortcut or outputs))
     return 2 * (weights + pixels)

@@ -32,7 +32,7 @@ _CAPABILITY = (9, 0)
 def can_fuse_transition(
     weight: Tensor, shortcut_weight: Tensor | None, next_weight: Tensor
 ) -> bool:
-    """Return whether `block_transition` supports weights, which are those of its arguments."""
+    """Return whether `block_transition` supports its arguments of these names."""
     shortcut = 0 if shortcut_weight is None else shortcut_weight.shape[1]
     outputs, channels = weight.shape[:2]
     sizes = channels, shortcut, outputs, next_weight.shape[0]
@@ -59,12 +59,13 @@ def block_transition(
         images: [B, C, H, W], input of the block's last convolution; on a GPU float16 or bfloat16.
         weight: [N, C, 1, 1], weight of the last convolution. `can_fuse_transition` tests whether
             the numbers of channels are supported.
-        bias: [N].
-        shortcut: [B, N, H, W], which is added; with a `shortcut_weight`, [B, S, H, W].
+        bias: [N], bias of the last convolution.
+        shortcut: [B, N, H, W], map to add. With a `shortcut_weight`: [B, S, H, W], input of the
+            convolution in the shortcut.
         shortcut_weight: [N, S, 1, 1], weight of a convolution in the shortcut. None: there is none.
-        shortcut_bias: [N], bias of that convolution.
+        shortcut_bias: [N], bias of the convolution in the shortcut.
         next_weight: [M, N, 1, 1], weight of the next block's first convolution.
-        next_bias: [M].
+        next_bias: [M], bias of the next block's first convolution.
 
     Returns:
         the block's output [B, N, H, W], and the result of the next block's first convolution,

@@ -80,8 +80,8 @@ def decode_boxes(
     Args:
         deltas: [B, N, C, 4] float32, C deltas of each of N references: one per class, or only one.
         references: [B, N, 4], or [1, N, 4] shared by all images; float32, xyxy in input pixels.
-        indices: [B, K] int64, indices of the deltas to decode among the N * C deltas of each image.
-            A negative index marks padding.
+        indices: [B, K] int64, deltas to decode: n * C + c for delta c of reference n. A negative
+            index marks padding.
         image_sizes: [B, 2] int64, height and width in pixels.
         center_weight: factor by which dx and dy were multiplied.
         size_weight: factor by which dw and dh were multiplied.

@@ -11,10 +11,10 @@ BOX_IOU = Kernel("box_iou/box_iou.cu", "box_iou", (("ROWS", _ROWS), ("THREADS", 
 
 
 def box_iou_launch(batch: int, rows: int, columns: int, *, shared: bool) -> Launch:
-    """Return the grid, block and scalar arguments of the kernel for B = `batch` images.
+    """Return the grid, block and scalar arguments of the kernel `BOX_IOU` for B = `batch` images.
 
-    Inputs are boxes [B, rows, 4] and others [B, columns, 4], or [1, columns, 4] if `shared`. The
-    output is the IoU [B, rows, columns]. All are float32.
+    Inputs are two sets of boxes, [B, rows, 4] and [B, columns, 4], or [1, columns, 4] if `shared`.
+    The output is the IoU [B, rows, columns] of all pairs. All are float32.
     """
     grid = (-(-columns // _THREADS), -(-rows // _ROWS), batch)
     return Launch(grid, (_THREADS, 1, 1), (rows, columns, 0 if shared else columns))

@@ -12,7 +12,10 @@ _VECTORS = {"float16": 8, "bfloat16": 8, "float": 4}
 
 
 def class_logits_kernel(value_type: str, channels: int) -> Kernel:
-    """Return the kernel for features of `float16`, `bfloat16` or `float`."""
+    """Return the kernel of `maskrcnn::class_logits` for features of one type and channel count.
+
+    `value_type` is `float16`, `bfloat16` or `float`.
+    """
     constants = (
         ("VALUE", value_type),
         ("CHANNELS", channels),
@@ -25,10 +28,11 @@ def class_logits_kernel(value_type: str, channels: int) -> Kernel:
 
 
 def class_logits_launch(instances: int, cells: int) -> Launch:
-    """Return the grid, block and scalar arguments of the kernel.
+    """Return the grid, block and scalar arguments of `class_logits_kernel`.
 
     Inputs are features [instances, cells, channels], weight [classes, channels], bias [classes] and
-    labels [instances] int64. The output is [instances, cells].
+    labels [instances] int64. The output is the logits of each instance's class,
+    [instances, cells].
     """
     blocks = -(-cells // (_CELLS_PER_WARP * _THREADS // _WARP))
     return Launch((instances, blocks, 1), (_THREADS, 1, 1), (cells,))

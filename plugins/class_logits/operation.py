@@ -15,7 +15,7 @@ _VALUE_TYPES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16
 
 @torch.library.custom_op("maskrcnn::class_logits", mutates_args=(), device_types="cpu")
 def class_logits(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    """Compute the logits of each instance's class. The operation has no gradient.
+    """Compute the logits of each instance's class in all mask cells. There is no gradient.
 
     Args:
         features: [R, P, C] of R instances with P cells; on a GPU float32, float16 or bfloat16.
@@ -24,7 +24,7 @@ def class_logits(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor)
         labels: [R] int64, class of each instance, 0 to K - 1.
 
     Returns:
-        [R, P] of the features' dtype.
+        logits [R, P] of the features' dtype.
 
     Raises:
         ValueError: on a GPU, an argument has another dtype or shape.

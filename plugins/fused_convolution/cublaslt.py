@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 
 class Algorithm(ctypes.Structure):
-    """Algorithm of a product, `cublasLtMatmulHeuristicResult_t`."""
+    """C struct `cublasLtMatmulHeuristicResult_t`: an algorithm for a matrix product."""
 
     _fields_ = (
         ("algorithm", ctypes.c_uint64 * 8),
@@ -54,16 +54,16 @@ class Product:
         has_residual: bool,
         relu: bool,
     ) -> None:
-        """Find the algorithms of `[count, inputs] @ [outputs, inputs].T + bias + residual`.
+        """Query cuBLASLt for algorithms of `rows @ weight.T + bias + residual`.
 
         Args:
-            device: GPU, which is the current one.
+            device: GPU; it must be the current GPU.
             dtype: type of all matrices.
-            count: number of rows.
-            outputs: number of columns of the result.
-            inputs: number of columns of the first matrix.
+            count: number of rows of `rows` and of the result.
+            outputs: number of rows of `weight` and of columns of the result.
+            inputs: number of columns of `rows` and of `weight`.
             has_residual: whether a residual is added.
-            relu: whether a ReLU follows.
+            relu: whether to apply a ReLU to the sum.
 
         Raises:
             UnsupportedError: cuBLASLt does not support the type, or has no algorithm.
@@ -126,9 +126,9 @@ class Product:
         residual: Tensor | None,
         output: Tensor,
     ) -> None:
-        """Queue the product in the current stream, which writes it to `output`.
+        """Queue the product in the current stream. It writes its result to `output`.
 
-        All tensors are contiguous, and have the type and the sizes that the product was made for.
+        All tensors must be contiguous, with the dtype and sizes given to the constructor.
 
         Raises:
             UnsupportedError: the algorithm does not support the tensors. Nothing is queued then.

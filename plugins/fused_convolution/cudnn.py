@@ -32,9 +32,9 @@ def convolve_with_bias(
     dilation: Sequence[int],
     relu: bool,
 ) -> None:
-    """Queue `output = conv2d(images, weight, bias, stride, padding, dilation)`, or its ReLU.
+    """Queue a convolution that writes `output`, as `conv2d`, and with a ReLU if `relu`.
 
-    The tensors are on one GPU, channels-last, and all float16 or all bfloat16.
+    The tensors must be on one GPU, channels-last, and all float16 or all bfloat16.
 
     Raises:
         UnsupportedError: cuDNN does not support the convolution. Nothing is queued then.
@@ -98,7 +98,7 @@ class _Convolution:
             )
 
     def _workspace_size(self, handle: ctypes.c_void_p) -> int:
-        """Return the size of the workspace in bytes."""
+        """Return the size in bytes of the workspace that cuDNN needs for the convolution."""
         size = ctypes.c_size_t()
         operands = self._images, self._weight, self._window, self._output
         arguments = (handle, *operands, _PRECOMPUTED_GEMM, ctypes.byref(size))

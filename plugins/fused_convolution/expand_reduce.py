@@ -10,9 +10,10 @@ _MAX_CHANNELS, _MAX_REDUCED = 512, 128
 
 
 def can_expand_reduce(weight: Tensor, next_weight: Tensor) -> bool:
-    """Return whether `expand_reduce` supports weights, and is faster than two convolutions.
+    """Return whether `expand_reduce` supports two weights and is faster than two convolutions.
 
-    The weights are those of the first and the second convolution, [N, C, 1, 1] and [M, N, 1, 1].
+    `weight` [N, C, 1, 1] is that of the first convolution, `next_weight` [M, N, 1, 1] that of the
+    second one.
     """
     sizes = (weight.shape[1], *next_weight.shape[:2])
     powers = all(size >= 64 and size & (size - 1) == 0 for size in sizes)
@@ -33,7 +34,7 @@ def expand_reduce(
     Args:
         images: [B, C, H, W], input of the first convolution; on a GPU float16 or bfloat16.
         weight: [N, C, 1, 1]; `can_expand_reduce` tests whether its size is supported.
-        bias: [N].
+        bias: [N], bias of the first convolution.
         residual: [B, N, H, W], added before the first ReLU.
         next_weight: [M, N, 1, 1], weight of the second convolution.
         next_bias: [M], bias of the second convolution.

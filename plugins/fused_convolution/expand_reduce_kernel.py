@@ -67,7 +67,10 @@ def _expand_reduce(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Multiply pixels by both weights, without reading the first product back from memory."""
+    """Compute both 1x1 convolutions of `expand_reduce` as matrix products over the pixels.
+
+    The second product does not read the first one back from GPU memory.
+    """
     pixel = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_pixel = (pixel < pixels)[:, None]
     pixel = pixel[:, None].to(tl.int64)

@@ -23,12 +23,12 @@ _measuring = threading.Lock()
 def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) -> Tensor:
     """Run the fastest implementation of an operation in the current stream.
 
-    The first call with a key measures all implementations. This is not possible while a CUDA graph
-    is captured: if the key is new then, the first supported implementation runs. The GPU of the
-    operation must be current.
+    The first call with a key measures all implementations. If a CUDA graph is being captured, they
+    cannot be measured: for a new key, the first supported implementation runs instead. The GPU of
+    the operation must be current.
 
     Args:
-        key: what the durations depend on: GPU, types, shapes and options.
+        key: all properties that affect the durations: GPU, dtypes, shapes and options.
         implementations: functions that queue the operation and return the output.
 
     Raises:
@@ -49,7 +49,7 @@ def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) 
 
 
 def _milliseconds(run: Callable[[], Tensor]) -> float:
-    """Return how long `_RUNS` runs take, infinity if the implementation fails."""
+    """Return the duration of `_RUNS` runs in milliseconds. Infinity: the implementation failed."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     stream.wait_stream(current)

@@ -36,7 +36,11 @@ class Library:
             raise UnsupportedError(f"the library call {function} failed with status {status}")
 
     def create(self, function: str, *arguments: Any) -> ctypes.c_void_p:
-        """Call a function that stores a new object's handle at its first argument."""
+        """Call a function that creates an object, and return the object's handle.
+
+        The function must store the handle at the address in its first argument. `arguments` are its
+        other arguments.
+        """
         handle = ctypes.c_void_p()
         self.call(function, ctypes.byref(handle), *arguments)
         return handle

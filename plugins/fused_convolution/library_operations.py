@@ -1,7 +1,8 @@
 """`maskrcnn::cudnn_convolution` and `maskrcnn::gemm_convolution`: convolutions by libraries.
 
-On a GPU, cuDNN and cuBLASLt write the final result, where torch would add the bias or the residual
-map, and apply the ReLU, in passes of their own. The operations have no gradient.
+On a GPU, cuDNN and cuBLASLt add the bias and the residual map, and apply the ReLU, before they
+write the result. In torch, these steps would be separate passes over memory. The operations have
+no gradient.
 """
 
 from collections.abc import Callable
@@ -97,9 +98,9 @@ def gemm_convolution(
 ) -> Tensor:
     """Compute a 1x1 convolution with N output channels, plus an optional residual map and ReLU.
 
-    On a GPU, the first call with some shapes chooses the fastest of cuBLASLt's algorithms and, with
-    a residual, the Triton kernel of `pointwise_convolution`. The operation supports neither strides
-    nor upsampling.
+    On a GPU, the first call with new shapes measures cuBLASLt's algorithms and, with a residual,
+    also the Triton kernel of `pointwise_convolution`; the fastest one is used. The operation
+    supports neither strides nor upsampling.
 
     Args:
         images: [B, C, H, W]; on a GPU float16 or bfloat16.
@@ -152,5 +153,5 @@ def _(images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, rel
 
 
 def _matrix(operand: Tensor) -> Tensor:
-    """Return channels-last [B, C, H, W] as a view [B * H * W, C]."""
+    """Return a view [B * H * W, C] of a channels-last tensor [B, C, H, W]."""
     return operand.permute(0, 2, 3, 1).reshape(-1, operand.shape[1])

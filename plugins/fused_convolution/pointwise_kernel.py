@@ -79,7 +79,10 @@ def launch_pointwise_convolution(
 
 
 def _can_keep_weight(images: Tensor, outputs: int) -> bool:
-    """Return whether `_upsampling_convolution` supports the sizes, and fits the shared memory."""
+    """Return whether `_upsampling_convolution` supports the sizes and fits the GPU's shared memory.
+
+    `outputs` is the number of output channels.
+    """
     channels = images.shape[1]
     power = channels & (channels - 1) == 0
     suits = 64 <= channels <= _RESIDENT_CHANNELS and outputs % _RESIDENT["BLOCK_N"] == 0
@@ -128,10 +131,11 @@ def _upsampling_convolution(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute what `_pointwise_convolution` computes with SHIFT and without RELU.
+    """Compute a 1x1 convolution, and add an upsampled residual map of half its height and width.
 
-    A block keeps its part of the weight in shared memory while it computes many tiles. BLOCKS
-    blocks share a part.
+    The result is that of `_pointwise_convolution` with SHIFT and without RELU. A block keeps
+    BLOCK_N rows of the weight in shared memory while it computes many tiles. BLOCKS blocks have the
+    same rows.
     """
     parts: tl.constexpr = OUTPUTS // BLOCK_N
     channel_out = tl.program_id(0) % parts * BLOCK_N + tl.arange(0, BLOCK_N)

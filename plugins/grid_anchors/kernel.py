@@ -11,17 +11,17 @@ _THREADS = 256
 
 
 def grid_anchors_kernel(levels: int) -> Kernel:
-    """Return the kernel for a pyramid of `levels` levels."""
+    """Return the kernel of `maskrcnn::grid_anchors` for a pyramid of `levels` levels."""
     return Kernel(
         "grid_anchors/grid_anchors.cu", "grid_anchors", (("LEVELS", levels), ("THREADS", _THREADS))
     )
 
 
 def grid_anchors_launch(anchors_per_cell: int, maps: Sequence[tuple[int, int, int, int]]) -> Launch:
-    """Return the grid, block and scalar arguments of the kernel.
+    """Return the grid, block and scalar arguments of `grid_anchors_kernel`.
 
-    The input is the anchors of one cell of each map, [maps, anchors_per_cell, 4]. The output is the
-    anchors of all cells, [cells * anchors_per_cell, 4]. Both are float32.
+    The input is the anchors of one cell of each of L maps, [L, anchors_per_cell, 4]. The output is
+    the anchors of all cells of all maps, [cells * anchors_per_cell, 4]. Both are float32.
 
     Args:
         anchors_per_cell: number of anchors of a cell.

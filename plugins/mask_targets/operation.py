@@ -23,12 +23,12 @@ _TOO_LARGE = 2.0**24
 
 @torch.library.custom_op("maskrcnn::mask_targets_from_crops", mutates_args=(), device_types="cpu")
 def mask_targets_from_crops(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
-    """Resample pixel masks, whole or cropped, to targets.
+    """Resample pixel masks, whole or cropped, within RoIs to mask targets.
 
     Args:
         masks: [B, G, H, W] uint8, G masks per image.
         boxes: [B, K, 4] float32, K RoIs per image, xyxy in pixels of the masks.
-        matched: [B, K] int64, mask index of each RoI.
+        matched: [B, K] int64, index of each RoI's mask among the G masks of its image.
         side: height and width M of a target.
 
     Returns:
@@ -66,12 +66,14 @@ def _(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
 def mask_targets_from_rle(
     counts: Tensor, offsets: Tensor, sizes: Tensor, boxes: Tensor, matched: Tensor, side: int
 ) -> Tensor:
-    """Resample run-length masks to targets. Pixels after a mask's last run are background.
+    """Resample run-length masks within RoIs to mask targets.
+
+    Pixels after a mask's last run are background.
 
     Args:
         counts: [R] int32, concatenated COCO run lengths of all masks. The first run of a mask is of
             zeros.
-        offsets: [N + 1] int64, start of each mask in `counts`, and the end of the last mask.
+        offsets: [N + 1] int64, index of each mask's first run in `counts`, and then R.
         sizes: [N, 2] int64, height and width of each of N masks.
         boxes: [K, 4] float32, K RoIs, xyxy in pixels of the masks.
         matched: [K] int64, mask index of each RoI.
@@ -114,7 +116,7 @@ def _(
 
 
 def rois_by_owner(boxes: Tensor, matched: Tensor, instances: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the index of each matched instance, with the indices of its RoIs.
+    """Yield the index of each matched instance, with the indices [n] of the RoIs matched to it.
 
     RoIs are skipped if their box is not finite or their instance index is out of range.
 
@@ -129,7 +131,10 @@ def rois_by_owner(boxes: Tensor, matched: Tensor, instances: int) -> Iterator[tu
 
 
 def _measurable(boxes: Tensor, side: int) -> Tensor:
-    """Return whether the cells of each box [..., 4] can be sampled: [...] bool."""
+    """Return whether each box [..., 4] is finite and its cells can be sampled, as [...] bool.
+
+    `side` is the number of cells along each side of a box.
+    """
     cells = (boxes[..., 2:] - boxes[..., :2]) / side
     return boxes.isfinite().all(dim=-1) & (cells < _TOO_LARGE).all(dim=-1)
 

@@ -17,9 +17,10 @@ MATCH_BEST = Kernel("match_boxes/match_best.cu", "match_best", (("THREADS", _THR
 def match_boxes_kernel(
     foreground_iou: float, background_iou: float, *, low_quality: bool
 ) -> Kernel:
-    """Return the kernel that matches candidates to ground truth.
+    """Return the kernel that matches candidates (anchors or RoIs) to ground-truth boxes by IoU.
 
-    If `low_quality`, the kernel also computes the inputs of `MATCH_BEST`.
+    If `low_quality`, the kernel has two more outputs, the highest IoU of each candidate and of each
+    ground-truth box. The kernel `MATCH_BEST` reads both.
     """
     constants = (
         ("FOREGROUND_IOU", float(foreground_iou)),
@@ -38,20 +39,22 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
     With G = `truths` and N = `candidates` per image, inputs are ground-truth boxes [batch, G, 4],
     labels [batch, G] int64 and candidates [batch, N, 4], or [1, N, 4] if `shared`. Outputs are
     target [batch, N] int64, positive and negative [batch, N] uint8. Boxes and candidates are
-    float32. If `low_quality`, there are two more outputs: the highest IoU of each candidate
-    [batch, N] float32, and the highest IoU of each ground-truth box [batch, G], whose float32 bits
-    are stored as int32. The last output must be zero before the launch.
+    float32. A kernel made by `match_boxes_kernel(..., low_quality=True)` has two more outputs: the
+    highest IoU of each candidate [batch, N] float32, and the highest IoU of each ground-truth box
+    [batch, G], whose float32 bits are stored as int32. The IoUs of ground-truth boxes must be
+    zeroed before the launch.
     """
     grid = (-(-candidates // (_THREADS * _ITEMS)), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))
 
 
 def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
-    """Return the grid, block and scalar arguments of `MATCH_BEST`.
+    """Return the grid, block and scalar arguments of the kernel `MATCH_BEST`.
 
-    Inputs are ground-truth boxes [batch, G, 4], candidates [batch, N, 4], or [1, N, 4] if `shared`,
-    both float32, and the two outputs of `match_boxes_kernel` that hold the highest IoUs. The kernel
-    updates the outputs positive and negative of `match_boxes_kernel`.
+    With G = `truths` and N = `candidates` per image, inputs are ground-truth boxes [batch, G, 4],
+    candidates [batch, N, 4], or [1, N, 4] if `shared`, both float32, and the highest IoUs that
+    `match_boxes_kernel` computed for each candidate and for each ground-truth box. `MATCH_BEST`
+    updates the outputs positive and negative of `match_boxes_kernel`, both [batch, N] uint8.
     """
     grid = (-(-candidates // _THREADS), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))

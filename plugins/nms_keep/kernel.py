@@ -26,7 +26,7 @@ def nms_keep_kernel(
     Args:
         iou_threshold: boxes with a larger IoU are suppressed.
         max_keep: maximum number of kept boxes per set. 0: no limit.
-        keep_type: C++ type of the output.
+        keep_type: C++ type of the output, which tells for each box whether it is kept.
         name: `nms_keep` computes the whole operation. `nms_overlaps` and then `nms_select` compute
             the same in two launches.
     """
@@ -42,14 +42,14 @@ def nms_keep_kernel(
 def nms_keep_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_keep`, the single-kernel NMS.
 
-    Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output is keep
-    [sets, boxes], in the kernel's `keep_type`.
+    Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output tells
+    which boxes are kept, [sets, boxes], in the `keep_type` of `nms_keep_kernel`.
     """
     return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 
 
 def number_of_tiles(boxes: int) -> int:
-    """Return the number of tiles into which a set of `boxes` boxes is split."""
+    """Return the number of tiles of up to 64 boxes into which a set of `boxes` boxes is split."""
     return -(-boxes // _TILE)
 
 
@@ -57,8 +57,8 @@ def overlaps_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_overlaps`.
 
     Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output is
-    suppressors [sets, tiles, boxes] int64. Bit i of an entry is set if box i of the entry's tile
-    suppresses the entry's box, unless box i is suppressed itself.
+    suppressors [sets, tiles, boxes] int64, in which each entry belongs to a tile of 64 boxes and to
+    a box. Bit i is set if the tile's box i, if it is kept, suppresses the box.
     """
     tiles = number_of_tiles(boxes)
     return Launch((tiles, tiles, sets), (_TILE_THREADS, 1, 1), (boxes,))
@@ -67,8 +67,8 @@ def overlaps_launch(sets: int, boxes: int) -> Launch:
 def select_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_select`.
 
-    Inputs are classes [sets, boxes] int64 and the output of `nms_overlaps`. The output is keep
-    [sets, boxes], in the kernel's `keep_type`.
+    Inputs are classes [sets, boxes] int64 and the output of `nms_overlaps`. The output tells which
+    boxes are kept, [sets, boxes], in the `keep_type` of `nms_keep_kernel`.
     """
     return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 

@@ -123,7 +123,10 @@ def _is_exact(paste: str) -> bool:
 def _pasted(
     mask: Tensor, box: Tensor, height: int, width: int, threshold: float, exact: bool
 ) -> Tensor:
-    """Paste a mask into an image, and return it transposed (COCO's order): [W, H] bool."""
+    """Paste a mask into an image, and return it transposed (COCO's order): [W, H] bool.
+
+    `exact`: use detectron2's rule, which does not round boxes, instead of torchvision's.
+    """
     image = torch.zeros(width, height, dtype=torch.bool)
     if not bool((box.abs() <= _FARTHEST).all()):
         return image
@@ -167,7 +170,7 @@ def _between(low: Tensor, high: Tensor, fraction: Tensor) -> Tensor:
 
 
 def _runs(mask: Tensor) -> Tensor:
-    """Return the run lengths of a mask in memory order. The first run is of zeros."""
+    """Return the lengths of the runs of equal values in a mask, in memory order, zeros first."""
     flat = mask.flatten()
     edges = flat.diff(prepend=flat.new_zeros(1)).nonzero()[:, 0]
     bounds = torch.cat([edges.new_zeros(1), edges, edges.new_tensor([flat.numel()])])

@@ -9,7 +9,7 @@ REACH = 100
 
 
 def polygon_targets_kernel(side: int) -> Kernel:
-    """Return the kernel that rasterises polygons into targets of `side` x `side`."""
+    """Return the kernel that rasterises polygons into mask targets of `side` x `side`."""
     constants = (("REACH", REACH * side), ("SIDE", side), ("THREADS", _THREADS))
     return Kernel(
         "polygon_mask_targets/polygon_mask_targets.cu", "mask_targets_from_polygons", constants
@@ -17,11 +17,12 @@ def polygon_targets_kernel(side: int) -> Kernel:
 
 
 def polygon_targets_launch(rois: int, instances: int) -> Launch:
-    """Return the grid, block and scalar arguments of the kernel.
+    """Return the grid, block and scalar arguments of `polygon_targets_kernel`.
 
-    For V vertices of R rings, inputs are vertices [V, 2], ring offsets [R + 1], instance offsets
-    [instances + 1], boxes [rois, 4] and the instance index of each RoI [rois]. Vertices and boxes
-    are float32, the other inputs int64. The output is targets [rois, side, side] float32.
+    For V vertices of R rings, inputs are vertices [V, 2], the rings' offsets into the vertices
+    [R + 1], the instances' offsets into the rings [instances + 1], RoI boxes [rois, 4] and the
+    instance index of each RoI [rois]. Vertices and boxes are float32, the other inputs int64. The
+    output is mask targets [rois, side, side] float32.
     """
     return Launch((rois, 1, 1), (_THREADS, 1, 1), (instances,))
 

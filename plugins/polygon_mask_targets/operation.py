@@ -32,15 +32,15 @@ def mask_targets_from_polygons(
     matched: Tensor,
     side: int,
 ) -> Tensor:
-    """Rasterise polygons to targets. An instance is the union of its rings.
+    """Rasterise polygons within RoIs to mask targets. An instance is the union of its rings.
 
     Args:
         vertices: [V, 2] float32, x and y of the corners of all rings, finite; vertices after the
             last ring are padding.
-        ring_offsets: [R + 1] int64, index of the first vertex of each of R rings, and the end of
-            the last ring.
-        instance_offsets: [N + 1] int64, index of the first ring of each of N instances, and the end
-            of the last instance.
+        ring_offsets: [R + 1] int64, index of the first vertex of each of R rings, and the index
+            after the last ring's last vertex.
+        instance_offsets: [N + 1] int64, index of the first ring of each of N instances, and the
+            index after the last instance's last ring.
         boxes: [K, 4] float32, K RoIs, xyxy in the pixels of the vertices.
         matched: [K] int64, instance index of each RoI.
         side: height and width M of a target.

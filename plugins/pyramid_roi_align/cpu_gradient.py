@@ -59,17 +59,17 @@ def roi_align_gradient(
 def _samples(
     near: Tensor, cell: Tensor, side: int, sampling_ratio: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return indices and weights of the features that pooling along one axis reads.
+    """Return indices and weights of the feature cells that RoIAlign reads along one axis.
 
     Args:
         near: [N] left or top edges of the RoIs, in feature cells.
         cell: [N] sizes of the pooled cells in feature cells.
-        side: number P of pooled cells.
-        sampling_ratio: samples S per pooled cell.
-        length: number of features along the axis.
+        side: number P of pooled cells along the axis.
+        sampling_ratio: samples S per pooled cell along the axis.
+        length: number of feature cells along the axis.
 
     Returns:
-        Both [N, P, 2 S].
+        indices [N, P, 2 * S] int64, and weights [N, P, 2 * S].
     """
     offsets = (torch.arange(side * sampling_ratio, dtype=near.dtype) + 0.5) / sampling_ratio
     positions = near[:, None] + cell[:, None] * offsets

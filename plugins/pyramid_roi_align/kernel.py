@@ -33,7 +33,9 @@ class Pooling(NamedTuple):
 
 
 def finest_level(spatial_scales: Sequence[float]) -> int:
-    """Return log2 of the stride of a pyramid's finest level, from the scales of all levels.
+    """Return log2 of the stride of a pyramid's finest level in input pixels.
+
+    `spatial_scales` are the feature cells per input pixel of each level, finest first.
 
     Raises:
         ValueError: a scale is not a power of two, or not half of the scale before it.
@@ -132,7 +134,7 @@ def _constants(
 
 
 def _variants(pooling: Pooling, *feature_types: str) -> tuple[Kernel, ...]:
-    """Return the forward and backward kernels of the torch operation for channels-last maps."""
+    """Return forward and backward kernels for channels-last maps of 256 channels."""
     forward = (
         forward_kernel(pooling, kind, 256, channels_last=True, pooled_channels_last=True)
         for kind in feature_types

@@ -230,7 +230,7 @@ def _check_features(features: Sequence[Tensor]) -> None:
 
 
 def _maps(features: Sequence[Tensor], channels_last: bool) -> list[Tensor]:
-    """Return contiguous maps in the memory format that the forward kernel reads."""
+    """Return contiguous maps, [B, H_l, W_l, C] if `channels_last`, else [B, C, H_l, W_l]."""
     order = [feature.movedim(1, -1) if channels_last else feature for feature in features]
     return [kernel_argument("features", f, f.dtype, (-1, -1, -1, -1)) for f in order]
 
@@ -279,7 +279,7 @@ def _roi_levels(
     canonical_level: int,
     canonical_size: float,
 ) -> Tensor:
-    """Return the level index [...] int64 of each RoI [..., 4], or -1 if the RoI pools zeros."""
+    """Return the level index [...] int64 of each RoI [..., 4]. -1: its pooled features are 0."""
     finest = finest_level(spatial_scales)
     coarsest = finest + len(spatial_scales) - 1
     sides = rois[..., 2:] - rois[..., :2]
@@ -291,7 +291,7 @@ def _roi_levels(
 
 
 def _indexed_rois(rois: Tensor, inclusive: bool) -> Tensor:
-    """Convert [B, R, 4] to torchvision's [B * R, 5], whose first column is the image index."""
+    """Convert RoIs [B, R, 4] to torchvision's [B * R, 5]. The first column is the image index."""
     images = torch.arange(rois.shape[0], dtype=rois.dtype, device=rois.device)
     images = images[:, None, None].expand(-1, rois.shape[1], 1)
     near, far = rois[..., :2], rois[..., 2:] - float(inclusive)

@@ -24,9 +24,9 @@ def resize_pad(images: Sequence[Tensor], sizes: Sequence[int], height: int, widt
     Args:
         images: B >= 1 images [3, h, w] uint8 of any strides. An image without pixels becomes
             black.
-        sizes: [2 * B], height and width of each image after resizing.
-        height: height of the batch, at least that of each resized image.
-        width: width of the batch, at least that of each resized image.
+        sizes: [2 * B], height and width in pixels of each image after resizing.
+        height: height in pixels after padding, at least that of each resized image.
+        width: width in pixels after padding, at least that of each resized image.
 
     Returns:
         [B, 3, height, width] uint8.

@@ -50,11 +50,11 @@ def _weight_from_arranged(arranged: Tensor) -> Tensor:
 def resnet_stem(
     images: Tensor, image_sizes: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor
 ) -> Tensor:
-    """Compute the input of the first residual stage. The operation has no gradient.
+    """Compute the input of a ResNet's first residual stage. The operation has no gradient.
 
     Args:
         images: [B, 3, H, W] RGB in 0..255, uint8 or float32.
-        image_sizes: [B, 2] int64, height and width before padding.
+        image_sizes: [B, 2] int64, height and width in pixels before padding.
         weight: [14, 4, 32, 8], result of `arranged_weight`; on a GPU float16 or bfloat16.
         bias: [64] of the weight's dtype.
         mean: [3] float32, which is subtracted from the pixels.

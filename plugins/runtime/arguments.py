@@ -32,7 +32,9 @@ def check_argument(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[i
 def kernel_argument(
     name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """Check a tensor, and return it or, unless it is contiguous and 16-byte aligned, a copy.
+    """Check dtype and shape of a tensor, and make it contiguous and 16-byte aligned.
+
+    If the tensor is contiguous and aligned already, return it, otherwise a copy.
 
     Arguments and errors are those of `check_argument`.
     """

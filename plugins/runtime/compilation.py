@@ -107,9 +107,9 @@ def nvrtc_cuda_version() -> int:
 
 
 def newest_supported_architecture(architecture: int) -> int:
-    """Return the newest architecture up to the given one that the installed NVRTC supports.
+    """Return the newest architecture, at most `architecture`, that the installed NVRTC supports.
 
-    If NVRTC supports only newer architectures, return the given one.
+    If NVRTC supports only newer architectures, return `architecture`.
     """
     # A GPU that is newer than the compiler runs the PTX of this architecture.
     return max((a for a in supported_architectures() if a <= architecture), default=architecture)

@@ -106,7 +106,7 @@ def _function(kernel: Kernel, device: torch.device) -> Any:
 
 
 def checked(result: tuple[Any, ...], problem: str) -> Any:
-    """Return the first value of a driver call's result `(status, *values)`, if any.
+    """Return the first value of a CUDA driver call's result `(status, *values)`, or None.
 
     Raises:
         KernelError: the call failed. The message begins with `problem`.

@@ -36,7 +36,10 @@ _shared = _SharedWorkspace()
 
 
 def workspace(size: int, device: torch.device) -> Tensor:
-    """Return a workspace of at least `size` bytes, for one call in the current stream."""
+    """Return a workspace [n] uint8 of at least `size` bytes for one library call.
+
+    The library call must be queued in the current stream.
+    """
     memory, begin, size = _shared.memory, _shared.used, max(1, size)
     if memory is None or memory.device != device or size > min(_LARGEST, _SHARED - begin):
         return torch.empty(size, dtype=torch.uint8, device=device)
@@ -51,15 +54,15 @@ def captured_graph(
     """Capture a function as a CUDA graph, in which `workspace` returns zeroed memory.
 
     Args:
-        function: queues work in the current stream.
+        function: function that queues the work to capture in the current stream.
         pool: pool of CUDA graph memory.
         device: GPU of the work.
 
     Returns:
-        the graph, and the result of `function`, whose tensors a replay writes.
+        the graph, and the result of `function`. Each replay overwrites the result's tensors.
 
     Raises:
-        KernelError: CUDA does not change the graph.
+        KernelError: CUDA cannot remove the libraries' memsets from the graph.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -75,7 +78,7 @@ def captured_graph(
 
 
 def _remove_memsets(graph: torch.cuda.CUDAGraph, memory: Tensor) -> None:
-    """Remove the graph's nodes that zero parts of `memory`."""
+    """Remove the graph's memset nodes that set a part of `memory`, but not all of it, to zero."""
     handle = driver.CUgraph(graph.raw_cuda_graph())
     problem = "memsets cannot be removed from a CUDA graph"
     count = driver.cuGraphGetNodes(handle)[-1]

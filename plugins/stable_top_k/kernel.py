@@ -18,13 +18,16 @@ _THREADS = 1024
 
 
 def survivors(count: int, k: int) -> int:
-    """Return how many of a row's `count` entries remain after one launch of `prune_kernel`."""
+    """Return how many of `count` entries remain after one launch of `prune_kernel`.
+
+    The kernel keeps the k largest entries of each chunk of `CHUNK` entries.
+    """
     full = (count - 1) // CHUNK
     return full * k + min(k, count - full * CHUNK)
 
 
 class Part(NamedTuple):
-    """Part of a row, of which the k largest entries are selected."""
+    """Range of entries in a row. The k largest entries of each part are selected."""
 
     # Index of the first entry.
     first: int
@@ -44,9 +47,9 @@ def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launc
     """Return the grid, block and scalar arguments of `prune_kernel` for L parts.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, L, C] int32, ascending indices into a row; C is the length of the longest part. If
-    candidates is empty, all entries of a part are candidates. The output is the indices of the
-    remaining candidates, ascending, [rows, L, survivors(C, k)] int32.
+    [rows, L, C] int32, ascending indices into a row of values; C is the length of the longest part.
+    If the tensor of candidates is empty, all entries of a part are candidates. The output is the
+    indices of the remaining candidates, ascending, [rows, L, survivors(C, k)] int32.
     """
     count = longest(parts)
     scalars = (stride, count, *chain(*parts), k, survivors(count, k))
@@ -54,7 +57,10 @@ def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launc
 
 
 def sort_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
-    """Return the kernel that sorts the k <= `MAX_K` largest of at most `CHUNK` candidates."""
+    """Return the kernel that sorts the candidates of each part and returns the k largest.
+
+    A part has at most `CHUNK` candidates, and k is at most `MAX_K`.
+    """
     return _kernel("sort_top_k", value_type, longest(parts), len(parts))
 
 
@@ -63,15 +69,15 @@ def sort_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launch
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
     [rows, L, C] int32, as in `prune_launch`. Outputs are the k largest candidates' values
-    [rows, L, k] and indices [rows, L, k] int64. Parts with fewer entries are padded with negative
-    infinity and -1.
+    [rows, L, k] and indices [rows, L, k] int64. If a part has fewer than k entries, its values are
+    padded with negative infinity and its indices with -1.
     """
     scalars = (stride, longest(parts), *chain(*parts), k)
     return Launch((rows * len(parts), 1, 1), (_THREADS, 1, 1), scalars)
 
 
 def longest(parts: Sequence[Part]) -> int:
-    """Return the largest number of candidates of a part."""
+    """Return the number of candidates of the longest part."""
     return max(part.length for part in parts)
 
 

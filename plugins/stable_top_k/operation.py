@@ -72,8 +72,8 @@ def top_k_of_parts_in_torch(values: Tensor, counts: Sequence[int], k: int) -> tu
         k: number of entries to return of each part, at most the length of the longest one.
 
     Returns:
-        values [B, L, k] in descending order, and indices of the same shape, int64. Parts with fewer
-            than k entries are padded with negative infinity and -1.
+        values [B, L, k] in descending order, and indices of the same shape, int64. If a part has
+            fewer than k entries, its values are padded with negative infinity, its indices with -1.
     """
     # Parts are padded to one length, so that one operation selects from all of them.
     padded = [
@@ -124,7 +124,10 @@ def _rows(values: Tensor) -> Tensor:
 def _select(
     values: Tensor, parts: Sequence[Part], k: int, largest: Tensor, indices: Tensor
 ) -> None:
-    """Write the k largest entries of each of L parts of R rows [R, N], and their indices."""
+    """Write the k largest entries of each part of each row of `values` [R, N] to `largest`.
+
+    Their indices in the row are written to `indices`. Both outputs are [R, L, k] for L parts.
+    """
     value_type, shape = _VALUE_TYPES[values.dtype], (len(values), values.stride(0))
     candidates = values.new_empty(0, dtype=torch.int32)
     while longest(parts) > CHUNK:

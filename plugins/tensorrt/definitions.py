@@ -23,8 +23,8 @@ class Plugin(NamedTuple):
     """Definition of a plugin with one output.
 
     `describe` returns the output's shape and data type, given the module `tensorrt`, the inputs and
-    the attributes. `implement` returns the kernel and its launch, given these and the output.
-    `combinations` returns the supported types and formats, given the inputs.
+    the attributes. `implement` returns the kernel and its launch, given the same arguments and the
+    output. `combinations` returns the supported data types and formats, given the inputs.
     """
 
     inputs: tuple[str, ...]

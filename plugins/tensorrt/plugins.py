@@ -91,7 +91,7 @@ def kernels_digest(architecture: int) -> str:
 
 
 def _description(plugin: Plugin, trt: Any, trtp: Any) -> Callable[..., Any]:
-    """Return the function for `tensorrt.plugin.register`, which describes the output tensor."""
+    """Return a function that describes a plugin's output, for `tensorrt.plugin.register`."""
 
     def describe(*inputs: Any, **values: Any) -> Any:
         attributes = _attributes(plugin, [values[name] for name in plugin.attributes])
@@ -103,7 +103,11 @@ def _description(plugin: Plugin, trt: Any, trtp: Any) -> Callable[..., Any]:
 
 
 def _combinations(plugin: Plugin, trtp: Any) -> Callable[..., Any]:
-    """Return the function for `tensorrt.plugin.autotune`, which lists the supported formats."""
+    """Return a function for `tensorrt.plugin.autotune`.
+
+    Given the plugin's inputs and output, the returned function lists the data types and memory
+    formats that the plugin supports for them.
+    """
 
     def combine(*descriptions: Any) -> Any:
         *inputs, _outputs = descriptions
@@ -114,7 +118,10 @@ def _combinations(plugin: Plugin, trtp: Any) -> Callable[..., Any]:
 
 
 def _implementation(plugin: Plugin, trt: Any, trtp: Any, architecture: int) -> Callable[..., Any]:
-    """Return the function for `tensorrt.plugin.aot_impl`, which returns the kernel's PTX."""
+    """Return a function for `tensorrt.plugin.aot_impl`.
+
+    The returned function returns the PTX of the plugin's kernel with its launch parameters.
+    """
     known = newest_supported_architecture(architecture)
 
     def implement(*arguments: Any) -> Any:
@@ -138,7 +145,7 @@ def _implementation(plugin: Plugin, trt: Any, trtp: Any, architecture: int) -> C
 
 
 def _attributes(plugin: Plugin, values: Sequence[NDArray[Any]]) -> dict[str, Any]:
-    """Convert attribute values to Python numbers and lists, by name."""
+    """Return a plugin's attributes by name, converted from arrays to numbers and lists."""
     return {
         name: value.tolist() if kind is list else value.item()
         for (name, kind), value in zip(plugin.attributes.items(), values, strict=True)
@@ -148,9 +155,15 @@ def _attributes(plugin: Plugin, values: Sequence[NDArray[Any]]) -> dict[str, Any
 def _signed(
     function: Callable[..., Any], parameters: Mapping[str, Any], returns: Any
 ) -> Callable[..., Any]:
-    """Return the function with a signature, from which TensorRT reads names and types.
+    """Wrap a function and give it the signature from which TensorRT reads names and types.
 
-    Errors of the function are recorded, so that `plugin_errors` returns them, and raised again.
+    If the function raises an exception, the exception is recorded for `plugin_errors` and raised
+    again.
+
+    Args:
+        function: the function to wrap.
+        parameters: annotations by parameter name.
+        returns: annotation of the result.
     """
 
     def recorded(*arguments: Any, **keywords: Any) -> Any:
