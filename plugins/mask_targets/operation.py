@@ -2,9 +2,9 @@
 
 Contract of all implementations: the target of a RoI is torchvision's RoIAlign (He et al., Mask
 R-CNN) of the RoI's mask, with `aligned=False` and adaptive sampling. A RoI is at least one pixel
-wide and high. A cell has as many samples per axis as it spans pixels, rounded up. `matched` holds
-the mask index of each RoI. The target is zero if the index is out of range, if the box is not
-finite, or if a cell spans 2 ** 24 pixels or more.
+wide and high. A target's cell has as many samples per axis as it spans pixels, rounded up. The
+argument `matched` holds the mask index of each RoI. The target is zero if the index is out of
+range, if the box is not finite, or if a cell spans 2 ** 24 pixels or more.
 """
 
 from collections.abc import Iterator
