@@ -94,7 +94,7 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _LazyGroup(click.Group):
-    """Click group that imports a subcommand when it is used."""
+    """Click group that imports the module of a subcommand only when the subcommand is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

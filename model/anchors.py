@@ -9,11 +9,11 @@ from .config.schema import AnchorConfig
 
 
 def cell_anchors(config: AnchorConfig, strides: Sequence[int]) -> Tensor:
-    """Return the A anchors of one cell of each feature map, relative to its top left corner.
+    """Return the A anchors of one cell of each feature map, relative to the cell's top left corner.
 
     Args:
         config: sizes, aspect ratios and convention of the anchors. On a pyramid, each level has one
-            size; a single map has all sizes.
+            of the sizes; a single map has all sizes.
         strides: stride in input pixels of each of L maps.
 
     Returns:
@@ -53,10 +53,10 @@ def grid_steps(
     """Return the vertical and horizontal distance of adjacent anchors for each feature map.
 
     Args:
-        config: anchor convention.
-        strides: nominal stride of each map.
+        config: its anchor convention (`torchvision`, `detectron2` or `legacy`) is used.
+        strides: nominal stride of each map in input pixels.
         input_size: (H, W) of the padded input in pixels.
-        grid_sizes: (H_l, W_l) of each map.
+        grid_sizes: (H_l, W_l) of each map in feature cells.
 
     Returns:
         (vertical, horizontal) distance in input pixels, for each map.

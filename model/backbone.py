@@ -59,7 +59,9 @@ class FeaturePyramid(FeaturePyramidNetwork):  # type: ignore[misc]
         return dict(zip(names, outputs, strict=True))
 
     def merge(self, features: Tensor, coarse: Tensor, index: int) -> Tensor:
-        """Return a pyramid level before its output convolution: ResNet map plus upsampled `coarse`.
+        """Return a pyramid level [B, C, H, W] before its output convolution.
+
+        It is the sum of the lateral convolution of `features` and the upsampled `coarse`.
 
         Args:
             features: ResNet map [B, N, H, W] for this level.
@@ -79,9 +81,9 @@ class FeaturePyramid(FeaturePyramidNetwork):  # type: ignore[misc]
 
 
 def norm_layer(norm: Norm, eps: float = 1e-5) -> Callable[[int], nn.Module] | None:
-    """Return a function that builds a normalisation layer for a number of channels.
+    """Return a function that builds a normalisation layer, given the number of channels.
 
-    Return None if `norm` is "none".
+    Return None if `norm` is "none". `eps` is the epsilon of batch and group norms.
     """
     kinds: dict[Norm, Callable[[int], nn.Module] | None] = {
         "none": None,
@@ -150,7 +152,7 @@ class Backbone(nn.Module):
         self.freeze(config.frozen_stages)
 
     def freeze(self, stages: int = len(_STAGES)) -> None:
-        """Freeze weights and statistics of the first `stages` stages, counted from the stem."""
+        """Freeze weights and statistics of the first `stages` stages. The stem is the first one."""
         names = [name for stage in _STAGES[:stages] for name in stage if name in self.body]
         self._frozen = [self.body[name].requires_grad_(False) for name in names]
         self.train(self.training)
@@ -173,7 +175,7 @@ class Backbone(nn.Module):
         return stem
 
     def stages(self, features: Tensor) -> list[Tensor]:
-        """Return the backbone's feature maps, finest first, from the output of `stem`."""
+        """Return the backbone's feature maps, finest first. `features` is the output of `stem`."""
         maps = {}
         for name, stage in self.body.items():
             if name.startswith("layer"):

@@ -35,7 +35,7 @@ class Checkpoint:
     training_state: dict[str, Any] = field(default_factory=dict)
 
     def build_model(self) -> MaskRCNN:
-        """Build the model with these weights, in evaluation mode on the CPU."""
+        """Build the model with the checkpoint's weights, in evaluation mode on the CPU."""
         model = MaskRCNN(self.model_config)
         model.load_state_dict(self.weights)
         return model.eval()

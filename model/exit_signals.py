@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[Callable[[], None]]:
-    """Exit with status 128 + signal number on SIGTERM and SIGHUP, so that `finally` blocks run.
+    """Within the block, SIGTERM and SIGHUP raise SystemExit, so that `finally` blocks run.
 
-    A signal that is ignored, as under `nohup`, or already has a handler is left alone. After the
-    first signal, the process ignores further ones while it exits.
+    The exit status is 128 + signal number. A signal that is ignored, as under `nohup`, or that has
+    a handler already, keeps its behaviour. After the first signal, further ones are ignored.
 
     Yields:
-        Function that makes the process ignore both signals.
+        Function that makes the process ignore the signals that are handled here.
     """
     numbers = [
         number

@@ -20,7 +20,7 @@ _MAX_COMPONENTS: Final = 4
 
 
 class _Image(ctypes.Structure):
-    """`nvjpegImage_t`: addresses of the channels, and bytes per row."""
+    """C struct `nvjpegImage_t`: address and bytes per row of each channel of a decoded image."""
 
     _fields_ = (("channel", c_void_p * _MAX_COMPONENTS), ("pitch", c_size_t * _MAX_COMPONENTS))
 
@@ -53,7 +53,7 @@ class _Library:
 class _Slot:
     """nvJPEG state for the decoding of one batch at a time.
 
-    When the event `decoded` has occurred, the slot can be used for another batch.
+    When the CUDA event `decoded` has occurred, the slot can be used for another batch.
     """
 
     def __init__(self, state: c_void_p) -> None:
@@ -92,8 +92,8 @@ class HardwareJpegDecoder:
 
         Returns:
             Per file, pixels [3, h, w] uint8 RGB without EXIF rotation, valid once the stream has
-            run the queued work. None: the hardware does not support the file. All are None if
-            nvJPEG reports an error, for example because one of the files is damaged.
+            run the queued work. None: the hardware does not support the file. If nvJPEG reports an
+            error, for example because one of the files is damaged, all entries are None.
         """
         with torch.cuda.device(self._device):
             with self._lock:
@@ -147,7 +147,10 @@ class HardwareJpegDecoder:
                 self._slots.append(slot)
 
     def _take_slot(self) -> _Slot:
-        """Remove a slot whose batch is decoded from the free slots and return it, or create one."""
+        """Return a slot whose batch is decoded, or create a slot if all are in use.
+
+        The slot is removed from the decoder's list of slots until the caller adds it again.
+        """
         with self._lock:
             for index, slot in enumerate(self._slots):
                 if slot.decoded.query():
@@ -158,7 +161,7 @@ class HardwareJpegDecoder:
 
 
 def hardware_jpeg_decoder(device: torch.device) -> HardwareJpegDecoder | None:
-    """Return the one decoder that all users of a GPU share.
+    """Return the JPEG decoder of a GPU, which all callers in this process share.
 
     None: the GPU has no decoder hardware, or this process has not loaded nvJPEG.
     """

@@ -70,7 +70,11 @@ def _cgroup_memory() -> Iterator[_CgroupMemory]:
 
 
 def _own_cgroups(controller: str) -> Iterator[Path]:
-    """Yield the folders of the cgroups that contain this process and have a controller."""
+    """Yield the folders of this process's cgroups and their ancestors for a cgroup controller.
+
+    `controller` is a name such as `memory`. In cgroups version 2, all controllers have the same
+    cgroups.
+    """
     for line in _OWN_CGROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2

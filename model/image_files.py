@@ -47,7 +47,7 @@ _DARK = 0x3F
 
 @contextmanager
 def errors_of_file(path: Path) -> Iterator[None]:
-    """Within the block, begin the message of each `ImageError` with the path of the image."""
+    """Within the block, put the image's path before the message of each `ImageError`."""
     try:
         yield
     except ImageError as error:
@@ -68,7 +68,7 @@ def image_file_size(path: Path) -> int:
 
     Raises:
         OSError: the file does not exist or is not accessible.
-        ImageError: the path is a pipe or a device.
+        ImageError: the path is a pipe or a device file.
     """
     status = path.stat()
     # Pipes and devices may be endless or block, and some callers read the file twice.
@@ -84,8 +84,8 @@ def read_image_file(path: Path) -> bytes:
 
     Raises:
         OSError: the file cannot be read.
-        ImageError: the path is a pipe or a device, the file has over `MAX_FILE_BYTES`, its format
-            is not supported, or it is a BMP or TIFF image that cannot be converted.
+        ImageError: the path is a pipe or a device file, the file is larger than `MAX_FILE_BYTES`,
+            its format is not supported, or it is a BMP or TIFF image that cannot be converted.
     """
     check_file_size(image_file_size(path))
     with path.open("rb") as file:
@@ -97,7 +97,7 @@ def read_resized_image(path: Path, preprocessing: Preprocessing) -> Pixels:
     """Read an image file, and resize the image as the model needs it.
 
     Returns:
-        [h, w, 3] RGB, in the dtype of the resize rule.
+        [h, w, 3] RGB; float32 with the resize rule `torchvision`, otherwise uint8.
 
     Raises:
         OSError: the file cannot be read.
@@ -118,7 +118,7 @@ def png_from_other_formats(data: bytes) -> bytes:
 
     Raises:
         ImageError: the data are not in one of these formats, or the BMP or TIFF image is damaged,
-            is too small, has more than `MAX_PIXELS`, has a pixel type that PNG lacks, or has 16-bit
+            is too small, has over `MAX_PIXELS` pixels, has a pixel type that PNG lacks, or 16-bit
             colours so low that their high bytes alone would give a dark image.
     """
     plugin = _check_format(data)

@@ -59,16 +59,16 @@ def check_file_size(size: int) -> None:
 
 
 def check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
-    """Check that a JPEG is not truncated, and not much slower to decode than others of its size.
+    """Check that a JPEG is not truncated, and not much slower to decode than usual for its size.
 
     Args:
         image: the opened image.
         data: the whole file.
-        first_scan: position of the first scan in `data`, as returned by `find_first_scan`.
+        first_scan: index of the first scan's marker in `data`, from `find_first_scan`.
 
     Raises:
         ImageError: the data are too short for the number of pixels, or have too many scans or
-            segments.
+            marker segments.
     """
     pixels = image.height * image.width
     is_huffman = not any(marker in data[:first_scan] for marker in _ARITHMETIC_CODING)
@@ -86,7 +86,7 @@ def check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
 def ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
     """Whether decoders stop after a JPEG's first scan, because it holds all colour components.
 
-    `first_scan` is the position of this scan in `data`.
+    `first_scan` is the index of that scan's marker in `data`.
     """
     components = len(image.layer) if isinstance(image, JpegImageFile) else 0
     # The number of components follows the marker and the length of the scan's header, of two bytes
@@ -96,10 +96,12 @@ def ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
 
 
 def find_first_scan(data: bytes) -> int:
-    """Check a JPEG's header. Return the position of the first scan, or the length of the data.
+    """Check a JPEG's header, and return the index of the first scan's marker in `data`.
+
+    If there is no scan, return the length of `data`.
 
     Raises:
-        ImageError: the header has too many segments, or too many bytes between segments.
+        ImageError: the header has too many marker segments, or too many bytes between them.
     """
     # Pillow parses the header in Python, and byte by byte between segments. Limit both, because a
     # hostile header would take long.
@@ -125,7 +127,7 @@ def find_first_scan(data: bytes) -> int:
 def _check_scans(data: bytes, position: int, allowed: int) -> None:
     """Raise `ImageError` if a JPEG has over `allowed` scans, or too many segments after its header.
 
-    `position` is the position of the first scan in `data`.
+    `position` is the index of the first scan's marker in `data`.
     """
     scans = 0
     for _ in range(_MAX_SEGMENTS):
@@ -146,7 +148,7 @@ def _check_scans(data: bytes, position: int, allowed: int) -> None:
 
 
 def _end_of_segment(data: bytes, start: int) -> int:
-    """Return the end of the JPEG segment whose marker is at `start`."""
+    """Return the index after the last byte of a JPEG segment, whose marker is at index `start`."""
     position = start + 2
     *_, segment = MARKER.get(int.from_bytes(data[start:position]), (None,))
     if segment is None:  # a marker alone; segments begin with their length
@@ -155,7 +157,7 @@ def _end_of_segment(data: bytes, start: int) -> int:
 
 
 def _occurrences(pair: bytes, data: bytes) -> int:
-    """Count the occurrences of a pair of bytes."""
+    """Count the occurrences of a pair of bytes at any position of `data`."""
     # NumPy takes a fifth of the time of `bytes.count`.
     (number,) = np.frombuffer(pair, np.uint16)
     pairs = (np.frombuffer(data, np.uint16, (len(data) - odd) // 2, odd) for odd in (0, 1))

@@ -64,7 +64,7 @@ def read_header(
 
     Args:
         data: the encoded image.
-        max_pixels: larger images are rejected.
+        max_pixels: images with more pixels are rejected.
         apply_orientation: return the size of the image after its EXIF rotation. False: return the
             stored size, and orientation 1.
 
@@ -94,7 +94,7 @@ def decode_image(
 
     Args:
         data: the encoded image.
-        max_pixels: larger images are rejected before decoding.
+        max_pixels: images with more pixels are rejected before decoding.
         apply_orientation: apply the EXIF orientation. Use False if annotations refer to the stored
             pixels, as those of the COCO data sets do.
 
@@ -116,7 +116,7 @@ def decode_image(
 
 
 def decoding_memory(data: bytes, *, max_pixels: int = MAX_PIXELS) -> int:
-    """Estimate the peak memory in bytes of decoding and resizing an image from its header.
+    """Estimate the peak memory in bytes of decoding and resizing an image. Read only its header.
 
     Raises:
         ImageError: the data are not a JPEG, PNG or WebP image, the header is damaged, or the image

@@ -21,7 +21,7 @@ _MAX_SEGMENTS: Final = 32
 def size_of_usual_jpeg(data: bytes) -> tuple[int, int] | None:
     """Return height and width of a JPEG that decoders read in one pass.
 
-    None: the data is not a JPEG, or has metadata, an unusual format, several scans or damage.
+    None: the data is not a JPEG, is damaged, or has metadata, several scans or an unusual format.
     """
     # This parser takes a quarter of Pillow's time. The server calls it in its event loop, where
     # other requests would wait for it.

@@ -11,7 +11,7 @@ LOSS_NAMES = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_bo
 
 
 class LossTerms(NamedTuple):
-    """The five losses before averaging, in the order of `LOSS_NAMES`."""
+    """Sums and counts of the five losses, in the order of `LOSS_NAMES`. Sum / count is the mean."""
 
     # [5] float32.
     sums: Tensor
@@ -30,7 +30,7 @@ class LossTerms(NamedTuple):
 
 
 def smooth_l1_sum(prediction: Tensor, target: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """Return the summed smooth L1 loss of [..., 4] deltas for which the mask [...] is True.
+    """Return the sum of the smooth L1 loss over the deltas [..., 4] whose `mask` [...] is True.
 
     The loss is linear for errors above `beta`. Targets outside of the mask may be infinite or NaN.
     """

@@ -59,7 +59,7 @@ class MaskRCNN(nn.Module):
 
         Args:
             images: [B, 3, H, W] RGB in 0..255, any dtype; pixels in the padding are ignored.
-            image_sizes: [B, 2] int64, height and width before padding.
+            image_sizes: [B, 2] int64, height and width in pixels before padding.
             targets: ground truth. None: return detections.
             seeds: [B] int64, seeds for the random sampling of anchors and RoIs. Required with
                 targets.
@@ -98,7 +98,7 @@ class MaskRCNN(nn.Module):
         return LossTerms(sums, counts.float())
 
     def _features(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
-        """Return the backbone's feature maps of raw images, finest first."""
+        """Return the backbone's feature maps, finest first, of images that are not normalised."""
         return self.backbone.stages(self.stem(images, image_sizes))
 
     def stem(self, images: Tensor, image_sizes: Tensor) -> Tensor:

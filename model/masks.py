@@ -69,10 +69,10 @@ def mask_columns(ends: NDArray[np.int64], height: int, start: int, stop: int) ->
     """Decode the columns `start` to `stop - 1` of a mask to [height, stop - start] of 0 and 1.
 
     Args:
-        ends: `run_ends` of the mask.
+        ends: result of `run_ends` for the mask.
         height: Height of the mask in pixels.
-        start: First column.
-        stop: Column after the last one, greater than `start`.
+        start: First column to decode.
+        stop: Column after the last one to decode, greater than `start`.
     """
     first, end = start * height, stop * height
     low, high = np.searchsorted(ends, (first, end - 1), side="right")
@@ -116,7 +116,7 @@ def rles_from_probabilities(
         height: height of the image in pixels.
         width: width of the image in pixels.
         threshold: pixels above this probability belong to the mask.
-        paste: resampling rule.
+        paste: implementation whose resampling rule is used, `torchvision` or `detectron2`.
     """
     bordered = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
     side = bordered.shape[-1]
@@ -167,7 +167,11 @@ def _counts_from_probabilities(
     width: int,
     threshold: float,
 ) -> NDArray[np.int64]:
-    """Paste probabilities [S, S], border included. Return the mask's run lengths, zeros first."""
+    """Paste mask probabilities into an image of `height` x `width` pixels, and threshold them.
+
+    `mask` is [S, S] with its border. `columns` and `rows` are the samples for the covered pixels.
+    Return the result's run lengths in column-major order, zeros first.
+    """
     # Interpolate without a matrix product, because BLAS would start threads of its own for that.
     low_SW, high_SW = mask[:, columns.low], mask[:, columns.high]
     rows_SW = low_SW * (1 - columns.fraction) + high_SW * columns.fraction
@@ -191,9 +195,10 @@ def _counts_from_probabilities(
 
 
 def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Concatenate the results of `_edges` for consecutive chunks of a mask.
+    """Concatenate the flat indices of value changes in consecutive chunks of a mask.
 
-    If a run continues across a chunk border, both chunks have an edge there. Drop these two edges.
+    If a run of ones continues in the next chunk, both chunks contain the index of their border.
+    Drop this index in both.
     """
     edges = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
     is_inner = np.zeros(len(edges) + 1, np.bool_)
@@ -202,9 +207,10 @@ def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 
 def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _AxisSamples:
-    """Return the samples of a mask stretched over pixels `start` to `stop`, both included.
+    """Return the samples along one axis of a mask stretched over pixels `start` to `stop`.
 
-    `size` is the image's size along this axis, `side` that of the mask with its border.
+    Both pixels are included. `size` is the number of the image's pixels along the axis, `side` that
+    of the mask's samples, border included.
     """
     length = max(stop - start + 1, 1)
     first = max(start, 0)
@@ -215,9 +221,11 @@ def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _Ax
 
 
 def _exact_samples(start: float, stop: float, size: int, side: int) -> _AxisSamples:
-    """Return the samples of a mask whose cells, without the border, span `start` to `stop`.
+    """Return the samples along one axis of a mask without rounding the box, as detectron2 does.
 
-    `size` is the image's size along this axis, `side` that of the mask with its border.
+    The mask's cells, without the border, span the pixel coordinates `start` to `stop`. `size` is
+    the number of the image's pixels along the axis, `side` that of the mask's samples, border
+    included.
     """
     cell = (stop - start) / (side - 2)
     if cell <= 0:
@@ -244,13 +252,13 @@ def _edges(columns: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def _counts_from_edges(edges: NDArray[np.int64], height: int, width: int) -> NDArray[np.int64]:
-    """Return the lengths of the runs between the indices in `edges`. The first run is of zeros."""
+    """Return the run lengths, zeros first, of a mask whose value changes at the indices `edges`."""
     pixels = height * width
     return np.diff(edges[edges < pixels], prepend=0, append=pixels)
 
 
 def _rles_from_counts(counts: Sequence[NDArray[np.int64]], height: int, width: int) -> list[Rle]:
-    """Compress the run lengths of masks of the same image size."""
+    """Compress the run lengths of masks of `height` x `width` pixels to COCO RLE."""
     if not counts:
         return []
     num_runs = np.array([len(runs) for runs in counts])

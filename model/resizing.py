@@ -48,7 +48,7 @@ def resized_size(
 
 
 def smallest_bucket(height: int, width: int, buckets: Sequence[ShapeBucket]) -> ShapeBucket:
-    """Return the bucket of smallest area that holds `height` x `width` pixels.
+    """Return the bucket (input size) of smallest area that holds `height` x `width` pixels.
 
     Raises:
         ImageError: the image fits no bucket.
@@ -125,7 +125,11 @@ def _interpolate(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
 def _neighbours(
     size: int, resized: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
-    """Return both source pixels of each resized pixel on an axis, and the second one's weight."""
+    """Return the source pixels between which each resized pixel is interpolated along an axis.
+
+    The axis has `size` source pixels and `resized` resized ones. The result, three arrays
+    [resized], is the index of the first source pixel, of the second one, and the second's weight.
+    """
     # To get torch's values, round as torch does: the scale to float32, and the result of the fused
     # multiply-add once.
     scale = float(np.float32(size) / np.float32(resized))

@@ -150,7 +150,10 @@ class RoiHeads(nn.Module):
         return shared
 
     def _predict_boxes(self, features: Sequence[Tensor], boxes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [B, R, C] and deltas [B, R, C, 4] of C classes, background first."""
+        """Return logits [B, R, C] and deltas [B, R, C, 4] of C classes for boxes [B, R, 4].
+
+        Class 0 is the background.
+        """
         hidden = self.box_head(self._pool(features, boxes, self.config.box_pool))
         logits, deltas = self.box_predictor(hidden)
         shape = boxes.shape[:2]
@@ -250,7 +253,7 @@ class RoiHeads(nn.Module):
         )
 
     def max_positives(self, rois: TrainingRois) -> int:
-        """Return the maximum number of positive RoIs per image; only these need masks."""
+        """Return the maximum number of positive RoIs per image. Only positive RoIs need masks."""
         sampling = self.config.sampling
         limit = int(sampling.batch_size_per_image * sampling.positive_fraction)
         return min(limit, rois.labels.shape[1])

@@ -65,7 +65,7 @@ class RegionProposalNetwork(nn.Module):
         self.head = RPNHead(channels, cells.shape[1], config.rpn.conv_depth)
 
     def forward(self, features: Sequence[Tensor], input_size: tuple[int, int]) -> RpnOutputs:
-        """Run the head on the feature maps.
+        """Return the outputs of the RPN head for all anchors of the feature maps.
 
         Args:
             features: one map [B, channels, H_l, W_l] per pyramid level l.
@@ -142,9 +142,9 @@ class RegionProposalNetwork(nn.Module):
 
 
 def _by_anchor(output: Tensor, values: int) -> Tensor:
-    """Reorder a map's outputs, which are V values for each of A anchors per cell, by anchor.
+    """Reorder a feature map's RPN outputs by anchor: [B, A * V, H, W] becomes [B, H * W * A, V].
 
-    [B, A * V, H, W] becomes [B, H * W * A, V].
+    The outputs are V = `values` values for each of the A anchors of a cell.
     """
     by_cell = torch.unflatten(output, 1, (-1, values)).permute(0, 3, 4, 1, 2)
     return by_cell.reshape(output.shape[0], -1, values)

@@ -31,8 +31,8 @@ def match_candidates(
         candidates: [N, 4] shared by all images, or [B, N, 4]; xyxy in input pixels.
         targets: ground truth. Its padding is not matched.
         config: the IoU thresholds.
-        low_quality: the candidates of highest IoU with each ground-truth box are always positive,
-            even if that IoU is below the threshold, but not if it is 0.
+        low_quality: True: the candidates of highest IoU with each ground-truth box are positive
+            even if that IoU is below the threshold, unless it is 0.
     """
     batched = candidates if candidates.dim() == 3 else candidates[None]
     thresholds = config.foreground_iou, config.background_iou

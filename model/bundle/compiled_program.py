@@ -82,7 +82,7 @@ def write_compiled_program(
         path: file of the exported program.
         precision: precision of the program's artifact.
         device: device to compile for: a GPU with its index, or the CPU.
-        images: shape [2, 3, H, W] of an example batch; H x W is the size of the bucket.
+        images: shape [2, 3, H, W] of an example batch; H x W is the program's fixed input size.
         dtype: dtype of the images.
         compiled: path of the file to write.
     """
@@ -97,7 +97,10 @@ def write_compiled_program(
 
 
 def load_compiled_program(path: Path, precision: Precision, device: torch.device) -> Program:
-    """Load the program that `write_compiled_program` compiled for this environment into a file."""
+    """Load a program from a file that `write_compiled_program` wrote.
+
+    The file must have been compiled for this environment (`current_target()`).
+    """
     file = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     weights = [weight.to(device) for weight in file["weights"]]
     with config.patch(compile_threads=1):  # otherwise torch starts compiler processes

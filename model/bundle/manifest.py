@@ -34,7 +34,7 @@ HardwareCompatibility = Literal["none", "same-compute-capability", "ampere-plus"
 
 
 class BundleError(Exception):
-    """A bundle is incomplete or damaged, or this package does not support its manifest version."""
+    """A bundle (exported model) is incomplete or damaged, or its version is not supported."""
 
 
 class _Record(BaseModel):
@@ -53,8 +53,8 @@ class Preprocessing(_Record):
 
     An image is decoded to RGB and resized so that its shorter side is `min_size`, unless the longer
     side would exceed `max_size`. `resize` is the rule for rounding and interpolation. The resized
-    image is padded at the right and bottom to a bucket. The exported graph itself normalises the
-    pixels with `pixel_mean` and `pixel_std`, both in 0..255.
+    image is padded at the right and bottom to one of the model's fixed input sizes. The exported
+    graph itself normalises the pixels with `pixel_mean` and `pixel_std`, both in 0..255.
     """
 
     min_size: int = Field(gt=0)
@@ -65,9 +65,9 @@ class Preprocessing(_Record):
     channel_order: Literal["RGB"] = "RGB"
 
     def fits(self, bucket: ShapeBucket) -> bool:
-        """Whether a bucket can hold resized images of some aspect ratio.
+        """Whether a bucket (input size) can hold resized images of at least one aspect ratio.
 
-        False: resized images are larger than the bucket at every aspect ratio.
+        False: resized images of every aspect ratio are larger than the bucket.
         """
         return min(bucket) >= self.min_size or max(bucket) >= self.max_size
 
@@ -118,7 +118,7 @@ class EngineBuild(_Record):
 
 
 class CompileTarget(_Record):
-    """Environment that torch compiled a program for. The program cannot run in any other."""
+    """Environment that torch compiled a program for. The program needs exactly this environment."""
 
     torch_version: str
     # Major and minor version, such as `3.12`.
@@ -136,7 +136,7 @@ class CompiledProgram(_Record):
 
 
 class Artifact(_Record):
-    """File of the bundle: the model for one kind of runtime, shape bucket and precision."""
+    """File of a bundle: the model for one kind of runtime, one input size and one precision."""
 
     path: str
     sha256: str
@@ -181,7 +181,7 @@ class Provenance(_Record):
 
 
 class Manifest(_Record):
-    """Contents of a bundle, stored as `manifest.json`."""
+    """Contents of a bundle (folder with an exported model), stored there as `manifest.json`."""
 
     schema_version: Literal[1] = 1
     model_name: str = Field(pattern=MODEL_NAME)
@@ -214,7 +214,7 @@ class Manifest(_Record):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Class names; label 1 is `class_names[0]`."""
+        """Names of the classes. Label 1 has the name `class_names[0]`."""
         return tuple(category.name for category in self.categories)
 
     @property

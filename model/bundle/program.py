@@ -18,7 +18,7 @@ _TRIAL_BYTES = 8 << 30
 
 
 class Program:
-    """Executable detection program with the inputs and outputs that `bundle.spec` describes."""
+    """Executable detection program: computes detections from images and image sizes."""
 
     def __init__(
         self, run: Callable[..., tuple[Tensor, ...]], precision: Precision, device: torch.device
@@ -27,8 +27,8 @@ class Program:
 
         Args:
             run: function that computes the outputs from images and image sizes.
-            precision: precision of the program's artifact. Artifacts of `fp32` and `tf32` have the
-                same program. TF32 arithmetic is allowed only for `tf32`.
+            precision: precision in which the program was exported. The programs of `fp32` and
+                `tf32` are equal, but TF32 arithmetic is allowed only for `tf32`.
             device: the CPU, or a GPU with its index.
         """
         self.device = device
@@ -37,9 +37,11 @@ class Program:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs (`OUTPUT_NAMES`) for images [B, 3, H, W] and image sizes [B, 2].
+        """Return the outputs in the order of `OUTPUT_NAMES`. On a GPU, inputs must be contiguous.
 
-        On a GPU, both tensors must be contiguous.
+        Args:
+            images: [B, 3, H, W] in the dtype of the exported program.
+            image_sizes: [B, 2] int64, height and width in pixels before padding.
         """
         with torch_math_mode(self._precision), ignore_torch_warnings():
             return self._run(images, image_sizes)
@@ -70,14 +72,14 @@ class Program:
 def program_from_exported(
     exported: ExportedProgram, precision: Precision, device: torch.device
 ) -> Program:
-    """Make an exported program executable. On a GPU, the first call of the result compiles it.
+    """Make an exported program executable.
 
-    On a GPU, batch size 1 and all larger batch sizes are compiled separately. On the CPU, the
-    program is interpreted.
+    On a GPU, the first call with batch size 1 compiles the program for this batch size, and the
+    first call with a larger batch size for all larger ones. On the CPU, the program is interpreted.
 
     Args:
         exported: result of `load_exported_program` for the device.
-        precision: precision of the program's artifact.
+        precision: precision in which the program was exported.
         device: the CPU, or a GPU with its index.
     """
     module = exported.module()
@@ -112,15 +114,15 @@ def load_exported_program(path: Path, device: torch.device) -> ExportedProgram:
 
 
 def check_images(path: Path, exported: ExportedProgram, artifact: Artifact) -> None:
-    """Check that a program's images have the dtype and size that the manifest states.
+    """Check that a program's input images have the dtype and size that the manifest states.
 
     Args:
-        path: file of the program.
+        path: file of the program, named in the error message.
         exported: the program.
         artifact: manifest entry of the program.
 
     Raises:
-        BundleError: the dtype or the size differs.
+        BundleError: the dtype or the size differs from the manifest.
     """
     name = exported.graph_signature.user_inputs[0]
     images = next(n for n in exported.graph.nodes if n.name == name).meta["val"]

@@ -1,7 +1,7 @@
 """Names and shapes shared by the model, the exported graph and the server. Needs no torch.
 
-Dimensions: B images, D detections, H x W pixels of a shape bucket, M x M samples of a mask. Boxes
-are xyxy in input pixels: pixels of the resized image before padding.
+Dimensions: B images, D detections, H x W pixels of a shape bucket (fixed input size), M x M samples
+of a mask. Boxes are xyxy in input pixels: pixels of the resized image before padding.
 """
 
 from typing import Literal, NamedTuple

@@ -48,7 +48,7 @@ def _unknown_key_message(details: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _allowed_values(details: ErrorDetails, model: type[BaseModel]) -> str:
-    """Describe the allowed values of the key that an error names."""
+    """Describe the allowed values of the configuration key that a validation error names."""
     known = _all_keys(model)
     prefixes = list(accumulate(map(str, details["loc"]), "{}.{}".format))
     # The error may lie inside a value, such as an element of a list: name the key of the list.
@@ -64,7 +64,7 @@ def _all_keys(model: type[BaseModel]) -> dict[str, Key]:
 
 
 def _names_within(section: str, model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names of a section's keys and subsections, in order.
+    """Return the names of a section's keys and subsections, in order of definition.
 
     The result is empty if `section` is not the name of a section.
     """

@@ -17,7 +17,8 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
     """Return nested values with `key.path=value` overrides applied. Each value is parsed as YAML.
 
     Raises:
-        OverrideError: an override has another form, or a part of its key is not a section.
+        OverrideError: an override is not of the form `key.path=value`, or a part of its key before
+            the last is a value, not a section.
     """
     result = dict(values)
     for override in overrides:

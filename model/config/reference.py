@@ -62,7 +62,7 @@ def sections(model: type[BaseModel], name: str = "", meaning: str = "") -> Itera
 
 
 def text_from_value(value: Any) -> str:
-    """Format a configuration value as it is written in YAML, and after `key=` in an override."""
+    """Format a configuration value as YAML, for a file or after `key=` in an override."""
     plain = to_jsonable_python(value)
     return plain if isinstance(plain, str) else json.dumps(plain)
 
@@ -121,7 +121,7 @@ def _plural(annotation: Any) -> str:
 
 
 def _bound(rule: Any) -> str:
-    """Describe a pydantic constraint, as in `>= 1`. Return an empty text for other metadata."""
+    """Describe a pydantic constraint, as in `>= 1`. Return "" for field metadata of other types."""
     for name, sign in _SIGNS.items():
         if hasattr(rule, name):
             return sign.format(getattr(rule, name))

@@ -82,8 +82,8 @@ def download_file(
         url: HTTP or HTTPS URL.
         path: File to create in an existing folder.
         checksum: Expected checksum. None: do not check the content.
-        remedies: Parts of the error messages.
-        size: Expected size in bytes, checked before the download. None: unknown.
+        remedies: Parts of the error messages that say what the user can do.
+        size: Expected size in bytes, compared with that on the server. None: unknown.
         policy: Timeouts and retries.
         wait: If another process downloads the file, wait for it. False: raise an error.
         on_progress: Called repeatedly with a step such as `downloading val2017.zip`, the bytes
@@ -118,8 +118,8 @@ def _mismatch(
 ) -> str | None:
     """Describe how the checksum of `file` differs from the expected one.
 
-    None: the checksums are equal, or `checksum` is None. `file` may be a partial file: the progress
-    step shows the name of `path` instead.
+    None: the checksums are equal, or `checksum` is None. `path` is the file to download, whose name
+    the progress shows. `file` is that file or its partial file.
     """
     if checksum is None:
         return None

@@ -1,4 +1,4 @@
-"""Bundles for models given by path, URL or name: exported once, and cached. Needs no torch."""
+"""Bundles (exported models) for models given by path, URL or name, in a cache. Needs no torch."""
 
 import re
 import subprocess
@@ -28,13 +28,13 @@ def bundle_from_reference(
 ) -> Path:
     """Return the path of a model's bundle. If necessary, download the model and export it first.
 
-    The path of a folder is returned unchanged, as the path of a bundle. So is a path that does not
-    exist: the caller gets an error when it reads the bundle.
+    A bundle is a folder with an exported model. If `reference` is the path of a folder, it is
+    returned unchanged. So is a path that does not exist: reading the bundle then fails.
 
     Args:
         reference: Folder of a bundle, path or http(s) URL of a checkpoint or of weights of another
             implementation, or name of a published model.
-        precisions: Precisions to export, unless the reference is a bundle.
+        precisions: Precisions to export, unless `reference` is a bundle.
         engines: Engines to export beside the ONNX files, as for `maskrcnn export --engine`.
         buckets: Input sizes to export. If it is empty, the model's own input sizes are used.
 

@@ -47,7 +47,10 @@ def _block_rules(stage: int) -> Rules:
 
 
 def _conv_rules(theirs: str, ours: str) -> Rules:
-    """Return the renaming rules for a convolution and its optional normalisation."""
+    """Return the renaming rules for a convolution and its optional normalisation.
+
+    `theirs` is the regular expression of Caffe2's blob name, `ours` this model's module name.
+    """
     return (*_rules(theirs, f"{ours}.0"), *_norm_rules(theirs, f"{ours}.1"))
 
 

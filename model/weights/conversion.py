@@ -98,10 +98,10 @@ def checkpoint_from_weights(
 
     Args:
         weights: weights of a whole Mask R-CNN.
-        overrides: `key.path=value` settings of `ConversionConfig` that replace assumed ones.
+        overrides: `key.path=value` settings of `ConversionConfig` that replace assumed settings.
         categories: COCO annotation file that names the classes. None: use `default_categories`.
-        other_channel_order: the network takes RGB although its origin usually takes BGR, or the
-            reverse.
+        other_channel_order: True: the network takes RGB although networks of the program that wrote
+            the weights usually take BGR, or the reverse.
 
     Raises:
         WeightsError: the weights hold a backbone only, or do not fit the configuration.
@@ -145,7 +145,7 @@ def checkpoint_from_weights(
 
 
 def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> ConversionConfig:
-    """Build a configuration from settings and overrides. Keys in neither have their defaults.
+    """Build a configuration from settings and overrides. Other keys have their default values.
 
     An override of the form `key.path=value` takes precedence over a setting with the same key.
 

@@ -33,7 +33,10 @@ def _stage_rules(theirs: str, ours: str) -> Rules:
 
 
 def _conv_rules(theirs: str, ours: str) -> Rules:
-    """Return the renaming rules for a convolution and its optional normalisation."""
+    """Return the renaming rules for a convolution and its optional normalisation.
+
+    `theirs` is the regular expression of detectron2's module name, `ours` this model's name.
+    """
     return (
         (rf"{theirs}\.norm\.(\w+)", rf"{ours}.1.\1"),
         (rf"{theirs}\.(weight|bias)", rf"{ours}.0.\1"),
@@ -82,7 +85,7 @@ _RULES: Rules = (
 def _pixel_statistics(state: Mapping[str, Tensor]) -> tuple[list[float], list[float]]:
     """Return pixel mean and standard deviation (0..255) in the network's channel order.
 
-    If the file lacks them, return those of MSRA's ResNets.
+    `state` holds the file's tensors. If the file lacks a value, return that of MSRA's ResNets.
     """
     mean, std = (state.get(f"pixel_{name}") for name in ("mean", "std"))
     return (

@@ -70,9 +70,10 @@ def weights_path(reference: str | Path) -> Path:
 
 
 def mirror_checksums() -> dict[str, Checksum]:
-    """Return the checksums that replace those of the published files, by file name.
+    """Return the checksums that replace those of published weights files, by file name.
 
-    The dictionary is empty if the environment variable `MASKRCNN_ZOO_CHECKSUMS` is not set.
+    The environment variable `MASKRCNN_ZOO_CHECKSUMS` names the file with these checksums. If it is
+    not set, the dictionary is empty.
 
     Raises:
         DownloadError: The file with the checksums cannot be read.
@@ -118,7 +119,11 @@ def _download(url: str, path: Path, checksum: Checksum | None) -> None:
 
 
 def _mirrored(url: str) -> str:
-    """Return the mirror's URL for a published file. Without a mirror, return `url`."""
+    """Return the URL of a published file on the mirror, or `url` if no mirror is set.
+
+    The environment variable `MASKRCNN_ZOO_MIRROR` sets the mirror. It only has files of the zoos'
+    hosts. For other hosts, return `url`.
+    """
     mirror = os.environ.get(MIRROR_VARIABLE)
     parts = urlsplit(url)
     if not mirror or f"{parts.scheme}://{parts.netloc}" not in HOSTS.values():

@@ -115,7 +115,7 @@ def _encode_latin1(text: str, encoding: str) -> bytes:
     """Encode text as Latin-1. Pickled arrays of Python 2 call this function as `_codecs.encode`.
 
     Raises:
-        ValueError: the encoding is not Latin-1, so the pickle does not only hold arrays.
+        ValueError: the encoding is not Latin-1, the only one that pickled arrays use.
     """
     if codecs.lookup(encoding).name != "iso8859-1":
         raise ValueError(f"the pickle encodes bytes as {encoding}, not as Latin-1")

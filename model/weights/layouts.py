@@ -1,4 +1,4 @@
-"""Conversion of tensor layouts to ours: RGB input, background first, one row per class."""
+"""Conversion of tensors to this model's layout: RGB input, background first, a row per class."""
 
 import re
 
@@ -19,15 +19,16 @@ CLASS_ROWS = tuple(
 
 
 def reverse_channels(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the first convolution's input channels reversed (BGR or RGB)."""
+    """Reverse the first convolution's input channels, from BGR to RGB or from RGB to BGR."""
     return tensors | ({STEM: tensors[STEM].flip(1)} if STEM in tensors else {})
 
 
 def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert class rows from detectron2's order to ours, in which the background is row 0.
+    """Convert the class rows of the predictors from detectron2's order to background first.
 
     In detectron2, the background is the last row of the scores, and boxes and masks have no row for
-    it. Class-agnostic boxes and masks are repeated for every class.
+    it. In this model, it is row 0 of all three. Class-agnostic boxes and masks are repeated for
+    every class.
     """
     moved = dict(tensors)
     for kind in ("weight", "bias"):
@@ -46,7 +47,7 @@ def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def box_rows_for_every_class(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """If box deltas are class-agnostic, repeat the rows of the foreground for every class."""
+    """If box deltas are class-agnostic, repeat their foreground rows for every class."""
     moved = dict(tensors)
     for kind in ("weight", "bias"):
         scores, deltas = (tensors.get(f"{layer}.{kind}") for layer in (CLASS_SCORES, BOX_DELTAS))
@@ -58,7 +59,7 @@ def box_rows_for_every_class(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def number_box_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """If the box head begins with convolutions, rename its layer `fc6` to that layer's index."""
+    """If the box head begins with convolutions, rename its layer `fc6` to its index in the head."""
     convs = sum(bool(re.fullmatch(r"roi_heads\.box_head\.\d+\.0\.weight", n)) for n in tensors)
     if not convs:
         return tensors

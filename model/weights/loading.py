@@ -67,7 +67,7 @@ class LoadReport:
 
 
 def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
-    """Load weights of any origin into a model.
+    """Load weights of any supported program into a model.
 
     Heads that the file lacks, and predictors for another number of classes, keep their values.
 
@@ -80,7 +80,8 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
         Report of the tensors that were loaded, kept and ignored.
 
     Raises:
-        CheckpointError: the file cannot be downloaded or read, or needs another configuration.
+        CheckpointError: the file cannot be downloaded or read, or its weights need another model
+            configuration.
     """
     weights = read_reference(source)
     _check_conventions(source, weights, model.config)
@@ -117,7 +118,7 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
 def build_model(
     name: str, features: str, source: str | Path | None = None, num_classes: int = 80
 ) -> MaskRCNN:
-    """Build a model in evaluation mode on the CPU, with weights of any origin.
+    """Build a model in evaluation mode on the CPU, with weights of any supported program.
 
     Args:
         name: variant of ResNet, as `BackboneConfig.name`.
@@ -127,7 +128,7 @@ def build_model(
         num_classes: foreground classes of a model with random weights.
 
     Raises:
-        CheckpointError: the weights cannot be downloaded or read, or have another backbone.
+        CheckpointError: the weights cannot be downloaded or read, or are for another backbone.
     """
     if source is None:
         values = {"num_classes": num_classes, "backbone": {"name": name, "features": features}}
@@ -146,6 +147,8 @@ def build_model(
 
 def _check_conventions(source: str | Path, weights: Weights, config: ModelConfig) -> None:
     """Check that a configuration agrees with the one that the weights were trained with.
+
+    Only settings in `_MEANING_SETTINGS` are compared, such as the pixel mean.
 
     Raises:
         WeightsError: settings differ; the message lists the settings to use.
@@ -187,7 +190,7 @@ def _has_merged_norms(weights: Weights) -> bool:
 
 
 def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
-    """Return the tensors of `weights` under the names of a model with this configuration.
+    """Return the tensors of `weights`, named as in a model with the configuration `config`.
 
     Batch norms that only scale and shift get variances that offset the model's epsilon.
     """

@@ -1,4 +1,4 @@
-"""Origins (implementations that write weights files), and renaming of their tensors to ours."""
+"""Origins (programs that write weights files), and renaming of their tensors to this model's."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ class WeightsOrigin:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Tensors of a weights file under our names and in our layout, with their model's settings."""
+    """Tensors of a weights file, in this program's names and layout, with the model's settings."""
 
     origin: str
     tensors: dict[str, Tensor]
@@ -67,7 +67,14 @@ class Weights:
 def rename_tensors(
     state: Mapping[str, Tensor], origin: WeightsOrigin
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return an origin's tensors under the names of this model, and the names of ignored tensors.
+    """Rename a file's tensors to the names of this program's model. Skip tensors to ignore.
+
+    Args:
+        state: tensors of the file, by the names that they have in the file.
+        origin: program that wrote the file, with its renaming rules.
+
+    Returns:
+        tensors by this model's names, and the names of the ignored tensors in the file.
 
     Raises:
         WeightsError: a tensor that may affect detections has no counterpart in this model.

@@ -103,12 +103,12 @@ def _with_config(weights: Weights, stated: Detectron2Config) -> Weights:
 
 
 def is_checkpoint(content: object) -> bool:
-    """Whether the content of a file is that of a checkpoint of this program, even a damaged one."""
+    """Whether a file's content is a checkpoint of this program, which may be damaged."""
     return isinstance(content, Mapping) and bool({"model_config", "training_state"} & {*content})
 
 
 def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> Weights:
-    """Convert a file's tensors to the names and layout of this model, and infer its settings.
+    """Convert a file's tensors to this program's names and layout, and infer the model's settings.
 
     Raises:
         WeightsError: the tensors are not of a supported Mask R-CNN or ResNet.
@@ -131,7 +131,10 @@ def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> We
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
-    """Return the tensors in a file's content by name, without wrappers and `module.` prefixes."""
+    """Return the tensors in a file's content by name, without the prefix `module.` of a name.
+
+    Wrapping dictionaries, such as `{"state_dict": ...}`, are removed.
+    """
     for wrapper in _WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
             content = content[wrapper]
@@ -159,7 +162,9 @@ def _tensor_from(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
 
 
 def infer_structure(tensors: Mapping[str, Tensor]) -> Settings:
-    """Infer architecture settings from names and shapes of tensors under our names.
+    """Infer architecture settings from the names and shapes of a model's tensors.
+
+    The tensors must have the names of this program's model, as `rename_tensors` returns them.
 
     Raises:
         WeightsError: the tensors are not of a supported model.
@@ -231,9 +236,9 @@ def _norm(module: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _count(pattern: str, tensors: Mapping[str, Tensor]) -> int:
-    """Return one more than the largest index that a pattern captures in a tensor's name.
+    """Return one more than the largest index that a regular expression captures in tensor names.
 
-    Return 0 if the pattern matches no name.
+    Return 0 if the expression matches no name.
     """
     matches = (re.fullmatch(pattern, name) for name in tensors)
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
