@@ -53,7 +53,7 @@ def grid_steps(
     """Return the vertical and horizontal distance of adjacent anchors for each feature map.
 
     Args:
-        config: its anchor convention (`torchvision`, `detectron2` or `legacy`) is used.
+        config: only its anchor convention (`torchvision`, `detectron2` or `legacy`) is read.
         strides: nominal stride of each map in input pixels.
         input_size: (H, W) of the padded input in pixels.
         grid_sizes: (H_l, W_l) of each map in feature cells.

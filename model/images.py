@@ -103,7 +103,7 @@ def decode_image(
 
     Raises:
         ImageError: the data are not an image of these formats, or are damaged, or the size is
-            invalid, or the values of a 16-bit colour image fit in 14 bits.
+            invalid, or the values of a 16-bit colour image fit in 14 bits and would turn dark.
     """
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1
@@ -116,7 +116,7 @@ def decode_image(
 
 
 def decoding_memory(data: bytes, *, max_pixels: int = MAX_PIXELS) -> int:
-    """Estimate the peak memory in bytes of decoding and resizing an image. Read only its header.
+    """Estimate the peak memory in bytes of decoding and resizing an image. Read only the header.
 
     Raises:
         ImageError: the data are not a JPEG, PNG or WebP image, the header is damaged, or the image

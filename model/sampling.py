@@ -32,7 +32,7 @@ def match_candidates(
         targets: ground truth. Its padding is not matched.
         config: the IoU thresholds.
         low_quality: True: the candidates of highest IoU with each ground-truth box are positive
-            even if that IoU is below the threshold, unless it is 0.
+            even if that IoU is below the foreground threshold, unless it is 0.
     """
     batched = candidates if candidates.dim() == 3 else candidates[None]
     thresholds = config.foreground_iou, config.background_iou

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Targets(NamedTuple):
-    """Ground-truth instances of B images. Rows are padded to G, the largest count of an image."""
+    """Ground-truth instances of B images, each padded to G, the largest number in an image."""
 
     # [B, G, 4] float32, xyxy in input pixels.
     boxes: Tensor

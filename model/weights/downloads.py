@@ -119,10 +119,10 @@ def _download(url: str, path: Path, checksum: Checksum | None) -> None:
 
 
 def _mirrored(url: str) -> str:
-    """Return the URL of a published file on the mirror, or `url` if no mirror is set.
+    """Return the mirror's URL for a file on the host of a model zoo.
 
-    The environment variable `MASKRCNN_ZOO_MIRROR` sets the mirror. It only has files of the zoos'
-    hosts. For other hosts, return `url`.
+    The environment variable `MASKRCNN_ZOO_MIRROR` sets the mirror. If it is not set, or if `url` is
+    on another host, return `url`.
     """
     mirror = os.environ.get(MIRROR_VARIABLE)
     parts = urlsplit(url)

@@ -26,9 +26,9 @@ def reverse_channels(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert the class rows of the predictors from detectron2's order to background first.
 
-    In detectron2, the background is the last row of the scores, and boxes and masks have no row for
-    it. In this model, it is row 0 of all three. Class-agnostic boxes and masks are repeated for
-    every class.
+    In detectron2, the background is the last row of the scores, and box deltas and mask logits have
+    no row for it. In this model, it is row 0 of all three. Class-agnostic box deltas and mask
+    logits are repeated for every class.
     """
     moved = dict(tensors)
     for kind in ("weight", "bias"):

@@ -1,4 +1,4 @@
-"""Origins (programs that write weights files), and renaming of their tensors to this model's."""
+"""Programs that write weights files (origins), and renaming of their tensors for this model."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
