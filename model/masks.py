@@ -82,9 +82,10 @@ def mask_columns(ends: NDArray[np.int64], height: int, start: int, stop: int) ->
 
 
 class _AxisSamples(NamedTuple):
-    """Mask samples to interpolate for each pixel that a box covers along one axis.
+    """Indices and weights of the two mask samples to interpolate for each pixel along one axis.
 
-    The mask includes a border of one zero sample on each side.
+    The pixels are those that a box covers. The indices refer to the mask with a border of one zero
+    sample on each side.
     """
 
     # First covered pixel; the others follow it.

@@ -44,7 +44,9 @@ def number_of_processes(device: Device, processes: int | None) -> int:
     """
     gpus = len(device) if isinstance(device, tuple) else processes or 1
     if processes not in (None, gpus):
-        raise ValueError(f"processes is {processes}, but device has {gpus} GPUs; remove processes")
+        raise ValueError(
+            f"processes={processes} differs from the {gpus} GPUs in device; leave out processes"
+        )
     return gpus
 
 

@@ -128,9 +128,9 @@ class RunFolder:
         self._remove_older_than(checkpoint.iteration)
 
     def _remove_older_than(self, iteration: int) -> None:
-        """Remove numbered checkpoints up to `iteration`, except for the latest ones.
+        """Remove numbered checkpoints up to `iteration`, but keep the latest `keep` of them.
 
-        The number of kept checkpoints is the constructor's argument `keep`. None: keep all.
+        `keep` is the constructor's argument. If it is None, keep all.
         """
         # Later checkpoints exist if the user resumed from an older one. Keep them, because this run
         # did not write them.

@@ -29,10 +29,10 @@ class BuildLog:
 
     @contextmanager
     def section(self, title: str) -> Iterator[None]:
-        """Write TensorRT's messages within the block to the file, below a title.
+        """Context manager: write TensorRT's messages to the file while the `with` block runs.
 
-        At the start of the block, the attributes `errors` and `listing` are cleared. `write` fills
-        them.
+        `title` precedes them. At the start of the block, `errors` and `listing` are cleared;
+        `write` then fills them.
         """
         self.errors, self.listing = [], ""
         self.path.parent.mkdir(parents=True, exist_ok=True)

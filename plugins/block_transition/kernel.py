@@ -20,12 +20,13 @@ def fits_shared_memory(channels: int, shortcut: int, outputs: int, reduced: int)
 def block_transition_kernel(
     value_type: str, channels: int, shortcut: int, outputs: int, reduced: int
 ) -> Kernel:
-    """Return the CUDA kernel of `maskrcnn::block_transition`.
+    """Return the kernel for the end of a residual block and the next block's first convolution.
 
     Args:
         value_type: type of all tensors, `float16` or `bfloat16`.
         channels: channels of the input.
-        shortcut: channels of the shortcut's input; 0 if the shortcut is a map to add.
+        shortcut: input channels of the shortcut's 1x1 convolution; 0 if the shortcut has no
+            convolution, and its map is added as it is.
         outputs: channels of the residual block's output.
         reduced: output channels of the next block's first convolution.
     """

@@ -29,10 +29,15 @@ def rle_targets_kernel(side: int) -> Kernel:
 def rle_targets_launch(rois: int, instances: int) -> Launch:
     """Return the grid, block and scalar arguments of `rle_targets_kernel`.
 
-    Inputs are the cumulative sum of the concatenated run lengths of all masks, the index of each
-    mask's first run and the number of all runs [instances + 1], mask heights and widths
-    [instances, 2], RoI boxes [rois, 4] and the mask index of each RoI [rois]. Boxes are float32,
-    all other inputs int64. The output is mask targets [rois, side, side] float32.
+    The kernel's inputs are, in this order:
+
+    - cumulative sum of the concatenated run lengths of all masks, int64;
+    - index of each mask's first run, then the number of all runs, [instances + 1] int64;
+    - mask heights and widths, [instances, 2] int64;
+    - RoI boxes, [rois, 4] float32;
+    - mask index of each RoI, [rois] int64.
+
+    The output is mask targets [rois, side, side] float32.
     """
     return Launch((rois, 1, 1), (_THREADS, 1, 1), (instances,))
 

@@ -57,8 +57,8 @@ def overlaps_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_overlaps`.
 
     Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output is
-    suppressors [sets, tiles, boxes] int64, in which each entry belongs to a tile of 64 boxes and to
-    a box. Bit i is set if the tile's box i, if it is kept, suppresses the box.
+    suppressors [sets, tiles, boxes] int64. A tile is 64 consecutive boxes. Entry [s, t, b] marks
+    the boxes of tile t that suppress box b if they are kept: bit i stands for box 64 * t + i.
     """
     tiles = number_of_tiles(boxes)
     return Launch((tiles, tiles, sets), (_TILE_THREADS, 1, 1), (boxes,))

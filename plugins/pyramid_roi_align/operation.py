@@ -279,7 +279,10 @@ def _roi_levels(
     canonical_level: int,
     canonical_size: float,
 ) -> Tensor:
-    """Return the level index [...] int64 of each RoI [..., 4]. -1: its pooled features are 0."""
+    """Return the index of the pyramid level of each RoI [..., 4], as [...] int64.
+
+    The index is -1 for RoIs that are NaN or too large. Their pooled features are 0.
+    """
     finest = finest_level(spatial_scales)
     coarsest = finest + len(spatial_scales) - 1
     sides = rois[..., 2:] - rois[..., :2]

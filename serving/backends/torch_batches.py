@@ -134,7 +134,7 @@ class BatchSlots:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[BatchSlot]:
-        """Wait for a free slot and hold it within the context."""
+        """Context manager: wait for a free slot, and release it at the end of the `with` block."""
         slot = self._free.get()
         try:
             yield slot

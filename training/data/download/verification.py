@@ -151,7 +151,10 @@ def _image_sizes(annotations: Path) -> Mapping[str, tuple[int, int]]:
     except (ValueError, KeyError, TypeError, RecursionError):
         is_complete = False
     if not is_complete:
-        raise DataError(f"{annotations} is not a complete COCO instances file")
+        raise DataError(
+            f"{annotations} is damaged, or lacks images, annotations or categories; delete it and "
+            "download it again"
+        )
     return sizes
 
 

@@ -30,11 +30,12 @@ class EncodedImage(NamedTuple):
 def encoded_image(
     record: ImageRecord, size: tuple[int, int], resize: ResizeRule, *, flip: bool
 ) -> EncodedImage | None:
-    """Read an image file to decode it on the device later.
+    """Read an image file, which the device decodes, resizes to `size` and flips later.
 
     Returns:
-        The content of the file. None: the device cannot decode the file, because the file is
-        unreadable, not a plain JPEG, has an EXIF rotation, or does not have the annotated size.
+        The content of the file with `size`, `resize` and `flip`. None: the device cannot decode the
+            file, because it is unreadable, not a plain JPEG, has an EXIF rotation, or does not have
+            the annotated size.
     """
     try:
         data = record.path.read_bytes()

@@ -82,7 +82,7 @@ class BatchLoader:
         """Log how many image files were unreadable at least once, if any."""
         if self._skipped:
             logger.warning(
-                "%d of %d images could not be read at least once; other images replaced them. The "
+                "reading failed at least once for %d of %d images; other images replaced them. The "
                 "warnings above name the files",
                 len(self._skipped),
                 self._images,
