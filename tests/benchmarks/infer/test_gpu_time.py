@@ -61,7 +61,7 @@ def test_mean_excludes_time_between_batches():
 
 @pytest.mark.parametrize(("kernels", "batches"), [(BATCH, 2), ([], 3)])
 def test_unequal_batches_are_an_error(kernels: list[GpuActivity], batches: int):
-    with pytest.raises(ValueError, match=f"{len(kernels)} kernels.* {batches} "):
+    with pytest.raises(ValueError, match=f"{len(kernels)} GPU kernels.* {batches} "):
         mean_milliseconds_by_stage(kernels, batches)
 
 

@@ -110,7 +110,7 @@ def test_images_are_noise_of_full_size(trt: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_errors(trt: Any) -> None:
-    with pytest.raises(EngineError, match=r"1 to 1, 2 to 4, not 5"):
+    with pytest.raises(EngineError, match=r"1 to 1, 2 to 4 images, not of 5"):
         profile_layers(trt, Engine(), 5, 1)
     engine = Engine()
     engine.fails = True
