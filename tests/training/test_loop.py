@@ -199,7 +199,7 @@ def test_a_validation_set_that_does_not_fit_is_refused_at_once(
     path = tmp_path / "four.json"
     path.write_text(json.dumps(content))
     config = tiny(f"data.val.annotations={path}", "evaluation.skip_test=false")
-    with pytest.raises(ConfigError, match="category 4 .*'bar'"):
+    with pytest.raises(ConfigError, match=r"category 4 .*'bar'"):
         run_training(config)
     assert not list(tmp_path.glob("*.pth"))
 

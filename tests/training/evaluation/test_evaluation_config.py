@@ -85,7 +85,7 @@ def test_evaluation_needs_a_validation_set_with_classes_of_the_model(
     content["categories"].append({"id": 4, "name": "bar"})
     path = tmp_path / "four.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="category 4 .*'bar'"):
+    with pytest.raises(ConfigError, match=r"category 4 .*'bar'"):
         measure(tiny_checkpoint, tiny_config, tmp_path, f"data.val.annotations={path}")
 
 
