@@ -10,8 +10,8 @@ from torch.fx import Node
 from ...plugins import operations  # noqa: F401, registers the fused operations
 from ...plugins.block_transition import can_fuse_transition
 from ...plugins.fused_convolution.expand_reduce import can_expand_reduce
+from ...plugins.runtime.arguments import HALF_TYPES
 
-_HALF = (torch.float16, torch.bfloat16)
 # Minimum number of input and output channels for which libraries can be faster than Triton.
 _LIBRARY_CHANNELS = 64
 _aten, _own = torch.ops.aten, torch.ops.maskrcnn
@@ -42,39 +42,46 @@ def fuse_convolutions(program: ExportedProgram) -> None:
     """
     graph = program.graph_module.graph
     for node in graph.find_nodes(op="call_function", target=_aten.conv2d.default):
-        images, weight, bias, stride, padding, dilation, groups = _arguments(node)
+        _, _, bias, *_, groups = _arguments(node)
         if bias is None or groups != 1:
             continue
         fusion = _fusion_after(node)
+        replacement = _replacement(node, fusion)
+        if replacement is None:
+            continue
         with graph.inserting_after(fusion.last):
-            half = weight.meta["val"].dtype in _HALF
-            pointwise = half and _is_pointwise(weight, stride, padding)
-            window = stride, padding, dilation
-            if pointwise and (fusion.residual or not fusion.relu):
-                fused = graph.call_function(
-                    _own.pointwise_convolution.default,
-                    (images, weight, bias, fusion.residual, stride[0], fusion.relu),
-                )
-            elif pointwise and stride == [1, 1]:
-                fused = graph.call_function(
-                    _own.gemm_convolution.default, (images, weight, bias, None, True)
-                )
-            elif half and fusion.residual is None:
-                fused = graph.call_function(
-                    _own.cudnn_convolution.default, (images, weight, bias, *window, fusion.relu)
-                )
-            elif fusion.relu and not fusion.upsampled:
-                fused = graph.call_function(
-                    _own.convolution_relu.default,
-                    (images, weight, bias, fusion.residual, *window),
-                )
-            else:
-                continue
+            fused = graph.call_function(*replacement)
         fused.meta = fusion.last.meta.copy()
         fusion.last.replace_all_uses_with(fused)
         graph.eliminate_dead_code()
     graph.lint()
     program.graph_module.recompile()
+
+
+def _replacement(node: Node, fusion: _Fusion) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the operation and its arguments that replace a convolution, or None.
+
+    None: no operation supports the convolution.
+    """
+    images, weight, bias, stride, padding, dilation, _ = _arguments(node)
+    convolution, window = (images, weight, bias), (stride, padding, dilation)
+    residual, relu = fusion.residual, fusion.relu
+    if weight.meta["val"].dtype in HALF_TYPES:
+        pointwise = _is_pointwise(weight, stride, padding)
+        # Libraries have no faster kernels for few channels, unless torch needs a pass for the ReLU.
+        wide = min(weight.meta["val"].shape[:2]) >= _LIBRARY_CHANNELS or (relu and residual is None)
+        if pointwise and wide and stride == [1, 1] and not fusion.upsampled:
+            return _own.gemm_convolution.default, (*convolution, residual, relu)
+        if residual is None and (wide or not pointwise):
+            return _own.cudnn_convolution.default, (*convolution, *window, relu)
+        if pointwise:
+            return (
+                _own.pointwise_convolution.default,
+                (*convolution, residual, stride[0], relu),
+            )
+    if relu and not fusion.upsampled:
+        return _own.convolution_relu.default, (*convolution, residual, *window)
+    return None
 
 
 def fuse_blocks(program: ExportedProgram) -> None:
@@ -86,12 +93,10 @@ def fuse_blocks(program: ExportedProgram) -> None:
         program: program after `fuse_convolutions`.
     """
     graph = program.graph_module.graph
-    for node in graph.find_nodes(op="call_function", target=_own.pointwise_convolution.default):
-        arguments: tuple[Any, ...] = node.args
-        *_, residual, stride, relu = arguments
+    for node in graph.find_nodes(op="call_function", target=_own.gemm_convolution.default):
+        *_, residual, relu = node.args
         following = _reduction_after(node)
-        whole = residual is not None and residual.meta["val"].shape == node.meta["val"].shape
-        if following is None or not (whole and relu) or stride != 1:
+        if following is None or residual is None or not relu:
             continue
         fused = _transition(node, following)
         if fused is None:
@@ -116,17 +121,17 @@ def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
     None: no operation supports these convolutions.
 
     Args:
-        last: `pointwise_convolution` that ends a residual block and adds the residual.
+        last: `gemm_convolution` that ends a residual block and adds the residual.
         first: `gemm_convolution` that begins the next block.
     """
     ending: tuple[Any, ...] = last.args
     beginning: tuple[Any, ...] = first.args
-    images, weight, bias, residual, *_ = ending
+    images, weight, bias, residual, _ = ending
     _, *reduction, _, _ = beginning
     shortcuts: list[tuple[Any, ...]] = [(residual, None, None)]
-    if residual.target is _own.pointwise_convolution.default and len(residual.users) == 1:
-        *convolution, added, stride, relu = residual.args
-        if added is None and stride == 1 and not relu:
+    if residual.target is _own.gemm_convolution.default and len(residual.users) == 1:
+        *convolution, added, relu = residual.args
+        if added is None and not relu:
             shortcuts.insert(0, tuple(convolution))
     for shortcut in shortcuts:
         weights = weight, shortcut[1], reduction[0]
@@ -136,29 +141,6 @@ def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
     if can_expand_reduce(weight.meta["val"], reduction[0].meta["val"]):
         return _own.expand_reduce.default, (images, weight, bias, residual, *reduction)
     return None
-
-
-def use_libraries(program: ExportedProgram) -> None:
-    """Let a library compute 1x1 convolutions for which it may have a faster kernel, in place.
-
-    Args:
-        program: program after `fuse_blocks`.
-    """
-    graph = program.graph_module.graph
-    for node in graph.find_nodes(op="call_function", target=_own.pointwise_convolution.default):
-        arguments: tuple[Any, ...] = node.args
-        images, weight, bias, residual, stride, relu = arguments
-        whole = residual is None or residual.meta["val"].shape == node.meta["val"].shape
-        if min(weight.meta["val"].shape[:2]) < _LIBRARY_CHANNELS:
-            continue
-        if whole and stride == 1:
-            node.target = _own.gemm_convolution.default
-            node.args = (images, weight, bias, residual, relu)
-        elif residual is None:  # and without a ReLU, or `cudnn_convolution` would compute it
-            node.target = _own.cudnn_convolution.default
-            node.args = (images, weight, bias, [stride] * 2, [0, 0], [1, 1], False)
-    graph.lint()
-    program.graph_module.recompile()
 
 
 def _reduction_after(node: Node) -> Node | None:

@@ -13,8 +13,8 @@ from ...model.roi_heads import MaskPredictor
 from ...plugins.class_logits import class_logits
 from ...plugins.fused_convolution import gemm_convolution
 from ...plugins.resnet_stem import arranged_weight, resnet_stem
+from ...plugins.runtime.arguments import HALF_TYPES
 
-_HALF = (torch.float16, torch.bfloat16)
 # Tensor cores process input channels in groups of four, and matrix columns in groups of eight.
 # Smaller groups are padded to these sizes.
 _STEM_CHANNELS = 4
@@ -30,7 +30,7 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
         model: model whose batch norms `fold_batch_norms` has folded.
     """
     body = model.backbone.body
-    is_half = body.conv1.weight.dtype in _HALF
+    is_half = body.conv1.weight.dtype in HALF_TYPES
     # If a group norm follows the convolution, which cannot be folded, the stem is not fused.
     if is_half and isinstance(body.bn1, nn.Identity):
         fused = _FusedStem(model)
@@ -116,7 +116,7 @@ class _ChannelsLastBoxHead(nn.Module):
 
     @staticmethod
     def _linear_relu(layer: nn.Linear, rows: Tensor) -> Tensor:
-        if layer.weight.dtype not in _HALF:
+        if layer.weight.dtype not in HALF_TYPES:
             return F.relu(layer(rows))
         pixels, weight = rows[:, :, None, None], layer.weight[:, :, None, None]
         output: Tensor = gemm_convolution(pixels, weight, layer.bias, None, True)

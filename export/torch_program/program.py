@@ -18,7 +18,7 @@ from ...model.bundle.program import ignore_torch_warnings
 from ...model.bundle.spec import ShapeBucket
 from ...model.mask_rcnn import MaskRCNN
 from ..errors import EngineError
-from .fused_graph import fuse_blocks, fuse_convolutions, use_libraries
+from .fused_graph import fuse_blocks, fuse_convolutions
 
 # Maximum number of parallel compilations.
 _MAX_COMPILATIONS = 4
@@ -62,7 +62,6 @@ def program_from_model(
     _drop_assertions(program)
     fuse_convolutions(program)
     fuse_blocks(program)
-    use_libraries(program)
     return program
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from ..fused_convolution import expand_reduce, gemm_convolution
 from ..fused_convolution.expand_reduce import can_expand_reduce
-from ..runtime.arguments import kernel_argument
+from ..fused_convolution.operation import empty_pointwise_output
+from ..runtime.arguments import HALF_TYPES, kernel_argument
 from ..runtime.launching import launch_kernel, shared_memory_limit
 from .kernel import (
     CHUNK,
@@ -23,7 +24,6 @@ from .kernel import (
     fits_shared_memory,
 )
 
-_VALUE_TYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # Lowest compute capability on which the kernel was measured. On other GPUs, and if a GPU has too
 # little shared memory, `expand_reduce` is used.
 _CAPABILITY = (9, 0)
@@ -95,7 +95,7 @@ def _(
     next_weight: Tensor,
     next_bias: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    value_type = _VALUE_TYPES.get(images.dtype)
+    value_type = HALF_TYPES.get(images.dtype)
     if value_type is None:
         raise ValueError(f"images must be float16 or bfloat16, not {images.dtype}")
     batch, channels, rows, columns = images.shape
@@ -138,9 +138,4 @@ def _(
 
 
 def _empty_outputs(images: Tensor, weight: Tensor, next_weight: Tensor) -> tuple[Tensor, Tensor]:
-    batch, _, rows, columns = images.shape
-    output, reduced = (
-        images.new_empty(batch, rows, columns, own.shape[0]).permute(0, 3, 1, 2)
-        for own in (weight, next_weight)
-    )
-    return output, reduced
+    return empty_pointwise_output(images, weight), empty_pointwise_output(images, next_weight)

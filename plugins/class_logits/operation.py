@@ -6,11 +6,9 @@ Contract of all implementations: sums are float32, and the result is rounded onc
 import torch
 from torch import Tensor
 
-from ..runtime.arguments import kernel_argument
+from ..runtime.arguments import FLOAT_TYPES, kernel_argument
 from ..runtime.launching import launch_kernel
 from .kernel import class_logits_kernel, class_logits_launch
-
-_VALUE_TYPES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 @torch.library.custom_op("maskrcnn::class_logits", mutates_args=(), device_types="cpu")
@@ -40,7 +38,7 @@ def _(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
 
 @class_logits.register_kernel("cuda")
 def _(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    value_type = _VALUE_TYPES.get(features.dtype)
+    value_type = FLOAT_TYPES.get(features.dtype)
     if value_type is None:
         raise ValueError(f"features must be float32, float16 or bfloat16, not {features.dtype}")
     instances, cells, channels = features.shape

@@ -34,7 +34,7 @@ def convolve_with_bias(
 ) -> None:
     """Queue a convolution that writes `output`, as `conv2d`, and with a ReLU if `relu`.
 
-    The tensors must be on one GPU, channels-last, and all float16 or all bfloat16.
+    The tensors must be on the current GPU, channels-last, and all float16 or all bfloat16.
 
     Raises:
         UnsupportedError: cuDNN does not support the convolution. Nothing is queued then.
@@ -44,10 +44,8 @@ def convolve_with_bias(
             f"convolutions with cuDNN do not support the data type {images.dtype}"
         )
     shapes = tuple(tuple(tensor.shape) for tensor in (images, weight, output))
-    with torch.cuda.device(images.device):
-        handle = _handle(images.device)
-        convolution = _convolution(images.dtype, *shapes, (*padding, *stride, *dilation), relu)
-        convolution.queue(handle, images, weight, bias, output)
+    convolution = _convolution(images.dtype, *shapes, (*padding, *stride, *dilation), relu)
+    convolution.queue(_handle(images.device), images, weight, bias, output)
 
 
 class _Convolution:

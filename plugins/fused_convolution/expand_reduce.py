@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .operation import empty_pointwise_output
+
 # Largest numbers of channels for which one kernel is faster than two: between the two convolutions,
 # and after the second.
 _MAX_CHANNELS, _MAX_REDUCED = 512, 128
@@ -45,11 +47,7 @@ def expand_reduce(
     """
     from .expand_reduce_kernel import launch_expand_reduce
 
-    batch, _, rows, columns = images.shape
-    output, reduced = (
-        images.new_empty(batch, rows, columns, outputs.shape[0]).permute(0, 3, 1, 2)
-        for outputs in (weight, next_weight)
-    )
+    output, reduced = (empty_pointwise_output(images, own) for own in (weight, next_weight))
     launch_expand_reduce(images, weight, bias, residual, next_weight, next_bias, output, reduced)
     return output, reduced
 

@@ -17,7 +17,7 @@ from .cublaslt import Algorithm, Product, matrix_product
 from .cudnn import convolve_with_bias
 from .fastest import run_fastest
 from .libraries import UnsupportedError
-from .operation import empty_output, pointwise_convolution
+from .operation import empty_output, empty_pointwise_output, pointwise_convolution
 
 
 @torch.library.custom_op("maskrcnn::cudnn_convolution", mutates_args=(), device_types="cpu")
@@ -119,7 +119,7 @@ def gemm_convolution(
 
 @gemm_convolution.register_fake
 def _(images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
-    return empty_output(images, weight, [1, 1], [0, 0], [1, 1])
+    return empty_pointwise_output(images, weight)
 
 
 @gemm_convolution.register_kernel("cuda")
@@ -128,7 +128,7 @@ def _(images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, rel
     if residual is not None:
         residual = residual.contiguous(memory_format=torch.channels_last)
     weight, bias = weight.contiguous(), bias.contiguous()
-    output = empty_output(images, weight, [1, 1], [0, 0], [1, 1])
+    output = empty_pointwise_output(images, weight)
     if output.numel() == 0:
         return output
 

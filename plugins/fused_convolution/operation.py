@@ -114,7 +114,7 @@ def pointwise_convolution(
     """
     from .pointwise_kernel import launch_pointwise_convolution
 
-    output = empty_output(images, weight, [stride] * 2, [0, 0], [1, 1])
+    output = empty_pointwise_output(images, weight, stride)
     launch_pointwise_convolution(images, weight, bias, residual, output, stride, relu)
     return output
 
@@ -187,3 +187,8 @@ def empty_output(
     ]
     shape = (images.shape[0], *sides, weight.shape[0])
     return images.new_empty(shape).permute(0, 3, 1, 2)
+
+
+def empty_pointwise_output(images: Tensor, weight: Tensor, stride: int = 1) -> Tensor:
+    """Return an uninitialised tensor for the output of a 1x1 convolution, channels-last."""
+    return empty_output(images, weight, [stride] * 2, [0, 0], [1, 1])

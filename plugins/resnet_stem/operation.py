@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..runtime.arguments import kernel_argument
+from ..runtime.arguments import HALF_TYPES, kernel_argument
 from ..runtime.launching import launch_kernel
-from .kernel import PixelType, ValueType, resnet_stem_kernel, resnet_stem_launch
+from .kernel import PixelType, resnet_stem_kernel, resnet_stem_launch
 
 _CHANNELS, _KERNEL = 64, 7
 # Lowest compute capability with the tensor-core instructions of the kernel.
@@ -22,10 +22,6 @@ _CAPABILITY = (8, 0)
 _SPLIT = {"p": 4, "j": 2, "h": 8, "l": 2, "e": 2, "r": 7, "s": 2, "g": 2, "k": 2}
 _ARRANGED = "rsphkljge"
 _PIXEL_TYPES: dict[torch.dtype, PixelType] = {torch.uint8: "unsigned char", torch.float32: "float"}
-_VALUE_TYPES: dict[torch.dtype, ValueType] = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
 
 
 def arranged_weight(weight: Tensor) -> Tensor:
@@ -81,7 +77,7 @@ def _(
 def _(
     images: Tensor, image_sizes: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor
 ) -> Tensor:
-    pixel_type, value_type = _PIXEL_TYPES.get(images.dtype), _VALUE_TYPES.get(weight.dtype)
+    pixel_type, value_type = _PIXEL_TYPES.get(images.dtype), HALF_TYPES.get(weight.dtype)
     if pixel_type is None or value_type is None:
         raise ValueError(
             f"images must be uint8 or float32, not {images.dtype}, and the weight float16 or "

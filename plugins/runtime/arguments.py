@@ -1,7 +1,17 @@
 """Validation of tensors passed to kernels."""
 
+from collections.abc import Mapping
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+# Names in kernels of the data types of tensors.
+HALF_TYPES: Mapping[torch.dtype, Literal["float16", "bfloat16"]] = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+FLOAT_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", **HALF_TYPES}
 
 # Alignment of tensors in bytes. Kernels load up to 16 bytes at once, which must be aligned.
 _ALIGNMENT = 16

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..runtime.arguments import FLOAT_TYPES
 from ..runtime.launching import launch_kernel
 from .kernel import (
     CHUNK,
@@ -27,8 +28,6 @@ from .kernel import (
     sort_launch,
     survivors,
 )
-
-_VALUE_TYPES = {torch.float32: "float", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 @torch.library.custom_op("maskrcnn::stable_top_k", mutates_args=(), device_types="cpu")
@@ -53,7 +52,7 @@ def _(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 @stable_top_k.register_kernel("cuda")
 def _(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     k = min(k, values.shape[-1])
-    if values.dtype not in _VALUE_TYPES or k > MAX_K:
+    if values.dtype not in FLOAT_TYPES or k > MAX_K:
         return _sort(values, k)
     largest, indices = _empty_entries(values, k)
     if largest.numel() > 0:
@@ -101,7 +100,7 @@ def _(values: Tensor, counts: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
 @top_k_of_parts.register_kernel("cuda")
 def _(values: Tensor, counts: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
     parts = _parts(counts)
-    supported = values.dtype in _VALUE_TYPES and k <= MAX_K and len(parts) <= MAX_PARTS
+    supported = values.dtype in FLOAT_TYPES and k <= MAX_K and len(parts) <= MAX_PARTS
     if not supported or min(counts) == 0:
         return top_k_of_parts_in_torch(values, counts, k)
     largest, indices = _empty_entries(values[:, None].expand(-1, len(parts), -1), k)
@@ -128,7 +127,7 @@ def _select(
 
     Their indices in the row are written to `indices`. Both outputs are [R, L, k] for L parts.
     """
-    value_type, shape = _VALUE_TYPES[values.dtype], (len(values), values.stride(0))
+    value_type, shape = FLOAT_TYPES[values.dtype], (len(values), values.stride(0))
     candidates = values.new_empty(0, dtype=torch.int32)
     while longest(parts) > CHUNK:
         left = survivors(longest(parts), k)
