@@ -17,12 +17,10 @@ from .endpoint import Endpoint, JsonResponse, Transport
 from .message_json import value_from_message
 from .open_inference_json import (
     BinaryOutputs,
-    IndexRequest,
-    ModelControlRequest,
     http_from_infer_response,
     infer_request_from_http,
-    parse_json,
 )
+from .open_inference_schema import IndexRequest, ModelControlRequest, parse_json
 
 # Header with the size of the JSON part of a body that continues with binary data.
 JSON_LENGTH: Final = "inference-header-content-length"

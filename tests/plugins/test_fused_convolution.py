@@ -36,6 +36,16 @@ def random_tensor(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
     return tensor.to(device, dtype)
 
 
+def random_pointwise(
+    size: tuple[int, ...], dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return images, weight and bias of a 1x1 convolution of one of `SIZES`."""
+    batch, channels, outputs, rows, columns, _ = size
+    images = random_tensor(batch, channels, rows, columns, dtype=dtype, device=device)
+    weight = random_tensor(outputs, channels, 1, 1, dtype=dtype, device=device) / channels**0.5
+    return images, weight, random_tensor(outputs, dtype=dtype, device=device)
+
+
 def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert actual.dtype == dtype
     torch.testing.assert_close(
@@ -50,12 +60,10 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def test_pointwise_convolution_adds_residual_and_relu(
     size: tuple[int, ...], relu: bool, residual: str, dtype: torch.dtype, device: str
 ) -> None:
-    batch, channels, outputs, rows, columns, stride = size
+    batch, _, outputs, rows, columns, stride = size
     if residual == "half" and (rows % 2 or columns % 2 or stride > 1):
         pytest.skip("no map has half of this size")
-    images = random_tensor(batch, channels, rows, columns, dtype=dtype, device=device)
-    weight = random_tensor(outputs, channels, 1, 1, dtype=dtype, device=device) / channels**0.5
-    bias = random_tensor(outputs, dtype=dtype, device=device)
+    images, weight, bias = random_pointwise(size, dtype, device)
     expected = F.conv2d(images.double(), weight.double(), bias.double(), stride)
     added = None
     if residual != "none":
@@ -135,10 +143,8 @@ def test_cudnn_convolution_equals_separate_operations(
 def test_gemm_convolution_equals_separate_operations(
     size: tuple[int, ...], relu: bool, residual: bool, dtype: torch.dtype, device: str
 ) -> None:
-    batch, channels, outputs, rows, columns, _ = size
-    images = random_tensor(batch, channels, rows, columns, dtype=dtype, device=device)
-    weight = random_tensor(outputs, channels, 1, 1, dtype=dtype, device=device) / channels**0.5
-    bias = random_tensor(outputs, dtype=dtype, device=device)
+    batch, _, outputs, rows, columns, _ = size
+    images, weight, bias = random_pointwise(size, dtype, device)
     added = random_tensor(batch, outputs, rows, columns, dtype=dtype, device=device)
     expected = F.conv2d(images.double(), weight.double(), bias.double())
     expected = expected + added.double() if residual else expected
