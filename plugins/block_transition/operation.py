@@ -100,8 +100,8 @@ def _(
         raise ValueError(f"images must be float16 or bfloat16, not {images.dtype}")
     batch, channels, rows, columns = images.shape
     outputs, reduced = weight.shape[0], next_weight.shape[0]
-    read = 0 if shortcut_weight is None else shortcut_weight.shape[1]
-    kernel = block_transition_kernel(value_type, channels, read, outputs, reduced)
+    shortcut_channels = 0 if shortcut_weight is None else shortcut_weight.shape[1]
+    kernel = block_transition_kernel(value_type, channels, shortcut_channels, outputs, reduced)
     properties = torch.cuda.get_device_properties(images.device)
     too_large = kernel.shared_memory > shared_memory_limit(images.device)
     if (properties.major, properties.minor) < _CAPABILITY or too_large:
@@ -117,9 +117,12 @@ def _(
         "images": (images.permute(0, 2, 3, 1), (batch, rows, columns, channels)),
         "weight": (weight.flatten(1), (outputs, channels)),
         "bias": (bias, (outputs,)),
-        "shortcut": (shortcut.permute(0, 2, 3, 1), (batch, rows, columns, read or outputs)),
-        "shortcut_weight": (shortcut_weight.flatten(1), (outputs, read)),
-        "shortcut_bias": (shortcut_bias, (outputs if read else 0,)),
+        "shortcut": (
+            shortcut.permute(0, 2, 3, 1),
+            (batch, rows, columns, shortcut_channels or outputs),
+        ),
+        "shortcut_weight": (shortcut_weight.flatten(1), (outputs, shortcut_channels)),
+        "shortcut_bias": (shortcut_bias, (outputs if shortcut_channels else 0,)),
         "next_weight": (next_weight.flatten(1), (reduced, outputs)),
         "next_bias": (next_bias, (reduced,)),
     }
