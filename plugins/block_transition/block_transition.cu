@@ -98,8 +98,8 @@ __device__ Words relu_of(const Sums& sums, int p, const Words& added) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float* pair = sums[i] + 2 * p;
-        words.values[i] = relu_bits<VALUE>(pair[0] + channel(added, 2 * i)) |
-                          relu_bits<VALUE>(pair[1] + channel(added, 2 * i + 1)) << 16;
+        words.values[i] = relu_pair(pair[0] + channel(added, 2 * i),
+                                    pair[1] + channel(added, 2 * i + 1), VALUE{});
     }
     return words;
 }

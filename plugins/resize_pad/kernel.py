@@ -2,12 +2,17 @@
 
 from ..runtime.compilation import Kernel, Launch
 
-# Output pixels per block. Each thread computes one of them.
+# Threads of a block, and neighbouring output rows that a thread computes.
 _BLOCK_WIDTH, _BLOCK_HEIGHT = 32, 8
+_ROWS = 4
+_BLOCK_ROWS = _ROWS * _BLOCK_HEIGHT
 
 
 RESIZE_PAD = Kernel(
-    "resize_pad/resize_pad.cu", "resize_pad", (("CHANNELS", 3),), fused_multiply_add=True
+    "resize_pad/resize_pad.cu",
+    "resize_pad",
+    (("CHANNELS", 3), ("ROWS", _ROWS)),
+    fused_multiply_add=True,
 )
 
 
@@ -20,7 +25,7 @@ def resize_pad_launch(images: int, height: int, width: int) -> Launch:
     """
     grid = (
         (width + _BLOCK_WIDTH - 1) // _BLOCK_WIDTH,
-        (height + _BLOCK_HEIGHT - 1) // _BLOCK_HEIGHT,
+        (height + _BLOCK_ROWS - 1) // _BLOCK_ROWS,
         images,
     )
     return Launch(grid, (_BLOCK_WIDTH, _BLOCK_HEIGHT, 1), (height, width))

@@ -1,37 +1,59 @@
-"""Compilation and launch of `resnet_stem.cu`."""
+"""Compilation and launch of `resnet_stem.cu` and `resnet_stem_sm90.cu`."""
 
 from typing import Literal
 
 from ..runtime.compilation import Kernel, Launch
 
-# Rows and columns of pooled pixels per block, and threads per block.
-_ROWS, _COLUMNS = 7, 15
-_THREADS = 256
-
 PixelType = Literal["unsigned char", "float"]
 ValueType = Literal["float16", "bfloat16"]
 
+# Threads of a block, and pooled rows and columns that it computes.
+_THREADS = 256
+_TILE, _TILE_SM90 = (7, 15), (10, 31)
+# Shared memory of a block of the kernel for capability 9.0, in bytes: 47x134 pixels, weights, and
+# two maps of 64 pixels.
+_SHARED_SM90 = 8 * 47 * 134 + 2 * 14 * 64 * 16 + 2 * 2 * 64 * (64 + 8)
 
-def resnet_stem_kernel(pixel_type: PixelType, value_type: ValueType) -> Kernel:
+
+def resnet_stem_kernel(pixel_type: PixelType, value_type: ValueType, sm90: bool) -> Kernel:
     """Return the kernel of `maskrcnn::resnet_stem`.
 
-    Images have the type `pixel_type`, weights and output `value_type`.
+    Images have the type `pixel_type`, weights and output `value_type`. With `sm90`, return the
+    kernel that runs only on GPUs of compute capability 9.0.
     """
     constants = (("PIXEL", pixel_type), ("VALUE", value_type))
-    return Kernel("resnet_stem/resnet_stem.cu", "resnet_stem", constants, fused_multiply_add=True)
+    if not sm90:
+        source = "resnet_stem/resnet_stem.cu"
+        return Kernel(source, "resnet_stem", constants, fused_multiply_add=True)
+    return Kernel(
+        "resnet_stem/resnet_stem_sm90.cu",
+        "resnet_stem_sm90",
+        (*constants, ("SHARED_BYTES", _SHARED_SM90)),
+        fused_multiply_add=True,
+        shared_memory=_SHARED_SM90,
+    )
 
 
-def resnet_stem_launch(batch: int, height: int, width: int, rows: int, columns: int) -> Launch:
+def resnet_stem_launch(
+    batch: int, height: int, width: int, rows: int, columns: int, sm90: bool
+) -> Launch:
     """Return the grid, block and scalar arguments of `resnet_stem_kernel`.
 
     Inputs are the arguments of `maskrcnn::resnet_stem`, with images [batch, 3, height, width]. The
     output is [batch, rows, columns, 64].
     """
-    grid = ((columns + _COLUMNS - 1) // _COLUMNS, (rows + _ROWS - 1) // _ROWS, batch)
+    tile_rows, tile_columns = _TILE_SM90 if sm90 else _TILE
+    grid = (
+        (columns + tile_columns - 1) // tile_columns,
+        (rows + tile_rows - 1) // tile_rows,
+        batch,
+    )
     return Launch(grid, (_THREADS, 1, 1), (height, width))
 
 
-PREBUILT_KERNELS = (
-    resnet_stem_kernel("unsigned char", "float16"),
-    resnet_stem_kernel("unsigned char", "bfloat16"),
+_VALUE_TYPES: tuple[ValueType, ...] = ("float16", "bfloat16")
+PREBUILT_KERNELS = tuple(
+    resnet_stem_kernel("unsigned char", value_type, sm90)
+    for sm90 in (False, True)
+    for value_type in _VALUE_TYPES
 )

@@ -14,8 +14,9 @@ from ..runtime.launching import launch_kernel
 from .kernel import PixelType, resnet_stem_kernel, resnet_stem_launch
 
 _CHANNELS, _KERNEL = 64, 7
-# Lowest compute capability with the tensor-core instructions of the kernel.
-_CAPABILITY = (8, 0)
+# Lowest compute capability with the tensor-core instructions of the kernel, and the only one with
+# those of the faster kernel.
+_CAPABILITY, _WARPGROUP_CAPABILITY = (8, 0), (9, 0)
 # Sizes of the axes into which the padded weight [64, 4, 7, 8] is split: output channels (p, j, h),
 # input channels (l, e), rows r and columns (s, g, k) of the convolution's kernel. `_ARRANGED` is
 # the order of these axes in the result of `arranged_weight`.
@@ -83,7 +84,8 @@ def _(
             f"images must be uint8 or float32, not {images.dtype}, and the weight float16 or "
             f"bfloat16, not {weight.dtype}"
         )
-    if torch.cuda.get_device_capability(images.device) < _CAPABILITY:
+    capability = torch.cuda.get_device_capability(images.device)
+    if capability < _CAPABILITY:
         return _separate_operations(images, image_sizes, weight, bias, mean, std)
     batch, _, height, width = images.shape
     inputs = [
@@ -95,8 +97,10 @@ def _(
         kernel_argument("std", std, torch.float32, (3,)),
     ]
     output = _empty_output(images, weight)
-    launch = resnet_stem_launch(batch, height, width, *output.shape[2:])
-    launch_kernel(resnet_stem_kernel(pixel_type, value_type), launch, inputs, [output])
+    sm90 = capability == _WARPGROUP_CAPABILITY
+    rows, columns = output.shape[2:]
+    launch = resnet_stem_launch(batch, height, width, rows, columns, sm90)
+    launch_kernel(resnet_stem_kernel(pixel_type, value_type, sm90), launch, inputs, [output])
     return output
 
 

@@ -8,16 +8,16 @@
 // multiplies.
 //
 // Compile-time constants: PIXEL (type of the images), VALUE (type of weights and output).
-#include "tensor_cores.cuh"
+#include "stem_pixels.cuh"
 
 constexpr int WARPS = 8, WARP = 32, THREADS = WARPS * WARP;
-constexpr int CHANNELS = 64, KERNEL = 7;
+constexpr int CHANNELS = 64;
 // Tiles of the convolution, and of its pooled result.
 constexpr int ROWS = 2 * WARPS, COLUMNS = 32;
 constexpr int POOLED_ROWS = ROWS / 2 - 1, POOLED_COLUMNS = COLUMNS / 2 - 1;
 // Pixels that a tile needs; the matrices read one column more than the kernel has.
 constexpr int PIXEL_ROWS = 2 * (ROWS - 1) + KERNEL, PIXEL_COLUMNS = 2 * (COLUMNS - 1) + KERNEL + 1;
-constexpr int PIXELS = PIXEL_ROWS * PIXEL_COLUMNS, PIXELS_OF_THREAD = (PIXELS - 1) / THREADS + 1;
+constexpr int PAIRS_AT_ONCE = (PIXEL_ROWS * PIXEL_COLUMNS / 2 - 1) / THREADS + 1;
 // Matrices of 16x16 pixel values and of 16x8 weights, and their numbers per warp.
 constexpr int MATRIX = 16, MATRIX_COLUMNS = 8;
 constexpr int PIXEL_MATRICES = 2 * COLUMNS / MATRIX, WEIGHT_MATRICES = CHANNELS / 2 / MATRIX_COLUMNS;
@@ -25,18 +25,8 @@ constexpr int PIXEL_MATRICES = 2 * COLUMNS / MATRIX, WEIGHT_MATRICES = CHANNELS 
 // conflicts.
 constexpr int PART = 2 * MATRIX_COLUMNS, DISTANCE = PART + 8;
 
-struct Map {
-    int height, width;
-
-    // Output size of a convolution or pooling with stride 2 that keeps the first pixel.
-    __device__ Map halved() const { return {(height + 1) / 2, (width + 1) / 2}; }
-    __device__ bool has(int row, int column) const {
-        return row >= 0 && row < height && column >= 0 && column < width;
-    }
-};
-
 // A lane holds the address of one row of one of four matrices of 8x8 values.
-__device__ void load_matrix(unsigned (&matrix)[4], const VALUE* row) {
+__device__ void load_matrix(unsigned (&matrix)[4], const void* row) {
     const auto address = static_cast<unsigned>(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
@@ -60,42 +50,10 @@ __device__ void store_maps(const float (&sums)[PIXEL_MATRICES][WEIGHT_MATRICES][
         for (int n = 0; n < PART / MATRIX_COLUMNS; ++n) {
             const VALUE* offset = bias + MATRIX_COLUMNS * n + 2 * (lane % 4);
             const float* pair = sums[m][part * PART / MATRIX_COLUMNS + n] + 2 * half;
-            const unsigned bits = relu_bits<VALUE>(pair[0] + widen(offset[0])) |
-                                  relu_bits<VALUE>(pair[1] + widen(offset[1])) << 16;
+            const unsigned bits =
+                relu_pair(pair[0] + widen(offset[0]), pair[1] + widen(offset[1]), VALUE{});
             *reinterpret_cast<unsigned*>(target + MATRIX_COLUMNS * n) = inside ? bits : 0;
         }
-    }
-}
-
-// No load depends on a condition, so that all loads are in flight at once.
-__device__ void load_pixels(const PIXEL* images, Map size, Map image, int first_row,
-                            int first_column, const float* mean, const float* std,
-                            Vector<VALUE, 4>* pixels) {
-    const long long plane = static_cast<long long>(size.height) * size.width;
-    PIXEL values[PIXELS_OF_THREAD][3];
-#pragma unroll
-    for (int i = 0; i < PIXELS_OF_THREAD; ++i) {
-        const int index = threadIdx.x + i * THREADS;
-        const int row = min(max(first_row + index / PIXEL_COLUMNS, 0), size.height - 1);
-        const int column = min(max(first_column + index % PIXEL_COLUMNS, 0), size.width - 1);
-        const PIXEL* source = images + static_cast<long long>(row) * size.width + column;
-#pragma unroll
-        for (int channel = 0; channel < 3; ++channel) values[i][channel] = source[channel * plane];
-    }
-    const float scale[3] = {1.f / std[0], 1.f / std[1], 1.f / std[2]};
-#pragma unroll
-    for (int i = 0; i < PIXELS_OF_THREAD; ++i) {
-        const int index = threadIdx.x + i * THREADS;
-        if (index >= PIXELS) break;
-        Vector<VALUE, 4> pixel = {};
-        if (image.has(first_row + index / PIXEL_COLUMNS, first_column + index % PIXEL_COLUMNS)) {
-#pragma unroll
-            for (int channel = 0; channel < 3; ++channel) {
-                const float value = static_cast<float>(values[i][channel]);
-                narrow((value - mean[channel]) * scale[channel], pixel.values[channel]);
-            }
-        }
-        pixels[index] = pixel;
     }
 }
 
@@ -104,7 +62,7 @@ resnet_stem(const PIXEL* __restrict__ images, const long long* __restrict__ imag
             const uint4* __restrict__ weight, const VALUE* __restrict__ bias,
             const float* __restrict__ mean, const float* __restrict__ std, int height, int width,
             VALUE* __restrict__ output) {
-    __shared__ Vector<VALUE, 4> pixels[PIXELS];
+    __shared__ PixelTile<PIXEL_ROWS, PIXEL_COLUMNS> pixels;
     __shared__ alignas(16) VALUE maps[ROWS * COLUMNS * DISTANCE];
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     const int pooled_row = blockIdx.y * POOLED_ROWS, pooled_column = blockIdx.x * POOLED_COLUMNS;
@@ -114,13 +72,13 @@ resnet_stem(const PIXEL* __restrict__ images, const long long* __restrict__ imag
     const Map image = {static_cast<int>(image_sizes[2 * blockIdx.z]),
                        static_cast<int>(image_sizes[2 * blockIdx.z + 1])};
     images += 3ll * height * width * blockIdx.z;
-    load_pixels(images, size, image, 2 * first_row - KERNEL / 2, 2 * first_column - KERNEL / 2,
-                mean, std, pixels);
+    pixels.load<THREADS, PAIRS_AT_ONCE>(images, height * width, width, image,
+                                        2 * first_row - KERNEL / 2, 2 * first_column - KERNEL / 2,
+                                        mean, std, 0.f);
     __syncthreads();
 
     // Rows of a matrix are neighbouring pixels of the convolution, two pixels apart in the image.
-    const auto* matrix_row = pixels + 4 * warp * PIXEL_COLUMNS + 2 * (lane % MATRIX) +
-                             2 * (lane / MATRIX);
+    const auto* matrix_row = pixels.at(4 * warp, 2 * (lane % MATRIX) + 2 * (lane / MATRIX));
     // Pooled pixel and channels of this thread.
     const int own_channel = 8 * (thread % 2), own_column = thread / 2 % POOLED_COLUMNS;
     const int own_row = thread / 2 / POOLED_COLUMNS;
@@ -145,7 +103,7 @@ resnet_stem(const PIXEL* __restrict__ images, const long long* __restrict__ imag
                 const int row = 2 * (m / 2) + step / 2;
                 const int column = 2 * MATRIX * (m % 2) + 4 * (step % 2);
                 unsigned a[4];
-                load_matrix(a, matrix_row[row * PIXEL_COLUMNS + column].values);
+                load_matrix(a, matrix_row + (row * PIXEL_COLUMNS + column) / 2);
 #pragma unroll
                 for (int n = 0; n < WEIGHT_MATRICES / 2; ++n) {
                     multiply_add(sums[m][2 * n], a, b[n].x, b[n].y, VALUE{});
@@ -167,8 +125,9 @@ resnet_stem(const PIXEL* __restrict__ images, const long long* __restrict__ imag
                 const VALUE* source = maps + (row * COLUMNS + column) * DISTANCE + own_channel;
                 const auto words = *reinterpret_cast<const Vector<unsigned, 4>*>(source);
                 for (int i = 0; i < 4; ++i) {
-                    // Bits of numbers that are not negative have the order of the numbers.
-                    largest.values[i] = __vmaxu2(largest.values[i], words.values[i]);
+                    // Signed bits of numbers that are not negative have the order of the numbers.
+                    // NaN has the largest, a negative zero the smallest.
+                    largest.values[i] = __vmaxs2(largest.values[i], words.values[i]);
                 }
             }
             *reinterpret_cast<Vector<unsigned, 4>*>(output + first_channel) = largest;

@@ -123,8 +123,10 @@ def supported_architectures() -> tuple[int, ...]:
 
 def _options(kernel: Kernel, architecture: int, code: Code) -> tuple[str, ...]:
     target = "sm" if code == "cubin" else "compute"
+    # Code that runs only on capability 9.0 may use instructions that newer GPUs no longer have.
+    suffix = "a" if code == "cubin" and architecture == 90 else ""
     return (
-        f"--gpu-architecture={target}_{architecture}",
+        f"--gpu-architecture={target}_{architecture}{suffix}",
         "--std=c++17",
         f"--fmad={str(kernel.fused_multiply_add).lower()}",
         *(f"-D{name}={_literal(value)}" for name, value in kernel.constants),
@@ -138,7 +140,7 @@ def _literal(value: int | float | str) -> str:
 
 @functools.cache
 def _headers() -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(_FOLDER.glob("runtime/*.cuh"))}
+    return {path.name: path.read_bytes() for path in sorted(_FOLDER.glob("*/*.cuh"))}
 
 
 @functools.cache

@@ -26,10 +26,29 @@ __device__ inline void multiply_add(float (&)[4], const unsigned (&)[4], unsigne
                                     Value) {}
 #endif
 
-// Return the bits of ReLU(value). NaN stays NaN.
-template <typename Value>
-__device__ inline unsigned relu_bits(float value) {
-    Value narrowed;
-    narrow(value <= 0.f ? 0.f : value, narrowed);
-    return narrowed.bits;
+// Return two values as 16-bit numbers, the first in the low half.
+#if __CUDA_ARCH__ >= 800
+#define NARROW_PAIR(rounding, type)                                                              \
+    unsigned bits;                                                                               \
+    asm("cvt.rn" rounding "." type ".f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));       \
+    return bits;
+#else
+// Operations do not launch kernels with these instructions on older GPUs.
+#define NARROW_PAIR(rounding, type) return 0;
+#endif
+
+__device__ inline unsigned narrow_pair(float low, float high, float16) {
+    NARROW_PAIR("", "f16x2")
 }
+__device__ inline unsigned narrow_pair(float low, float high, bfloat16) {
+    NARROW_PAIR("", "bf16x2")
+}
+
+// The same after a ReLU. NaN stays NaN, and a negative zero may stay negative.
+__device__ inline unsigned relu_pair(float low, float high, float16) {
+    NARROW_PAIR(".relu", "f16x2")
+}
+__device__ inline unsigned relu_pair(float low, float high, bfloat16) {
+    NARROW_PAIR(".relu", "bf16x2")
+}
+#undef NARROW_PAIR

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from maskrcnn_trt.plugins.resnet_stem import arranged_weight, resnet_stem
+from maskrcnn_trt.plugins.resnet_stem import arranged_weight, operation, resnet_stem
 
 MEAN, STD = torch.tensor([123.7, 116.3, 103.5]), torch.tensor([58.4, 57.1, 1.0])
 TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 4e-2}
@@ -60,6 +60,26 @@ def test_infinite_and_nan_weights_are_not_hidden(device: str) -> None:
     actual = resnet_stem(*(x.to(device) for x in tensors))
     assert actual[0, 3].isinf().any()
     assert actual[0, 5].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_kernel_of_other_gpus_gives_the_same_map(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs of compute capability 9.0 have a kernel of their own. The maps have several tiles."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this GPU has one kernel")
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (2, 3, 333, 519), generator=generator, dtype=torch.uint8)
+    weight = (torch.randn(64, 3, 7, 7, generator=generator) / 12).to(dtype)
+    bias = torch.randn(64, generator=generator).to(dtype)
+    sizes = torch.tensor([[333, 519], [300, 400]])
+    tensors = [x.cuda() for x in (images, sizes, arranged_weight(weight), bias, MEAN, STD)]
+    own = resnet_stem(*tensors)
+    monkeypatch.setattr(operation, "_WARPGROUP_CAPABILITY", None)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(resnet_stem(*tensors), own, rtol=2 * step, atol=1e-3)
 
 
 @pytest.mark.gpu
