@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -27,6 +28,11 @@ _KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
     "tensorrt-rtx": "tensorrt-rtx",
     "onnxruntime": "onnx",
 }
+
+# Number of hardware queues of a CUDA context. By default there are 8, and streams that share one
+# wait for one another: the next batch's JPEGs, which nvJPEG decodes in one stream each, would wait
+# for the model of the previous batch.
+_HARDWARE_QUEUES: Final = 32
 
 # Names of all backends, in the order in which `auto` tries them.
 BACKENDS: Final = tuple(_KINDS)
@@ -74,6 +80,8 @@ def load_backend(
         BundleError: the bundle is damaged or lacks the precision.
         BackendError: the backend does not run on this machine or with this batch size.
     """
+    # CUDA reads the variable when it is first used in a process.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(_HARDWARE_QUEUES))
     choice = choose_backend(bundle, manifest, precision, name)
     if choice.faults:
         _log.warning(

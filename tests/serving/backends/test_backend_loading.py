@@ -1,6 +1,7 @@
 import logging
 import os
 import re
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -180,3 +181,30 @@ def test_damaged_manifest(with_plans: Path, entry: str, damaged: str, sentence: 
     path.write_text(path.read_text().replace(entry, damaged))
     with pytest.raises(BundleError, match=sentence):
         read_manifest(with_plans)
+
+
+@pytest.mark.gpu
+def test_other_streams_do_not_wait_for_a_long_kernel(bundle: Path) -> None:
+    """The next batch is decoded in many streams while the model computes the previous batch."""
+    program = """
+import pathlib, sys, time
+import torch
+from maskrcnn_trt.model.bundle.manifest import read_manifest
+from maskrcnn_trt.serving.backends.loading import load_backend, served_precision
+
+folder = pathlib.Path(sys.argv[1])
+manifest = read_manifest(folder)
+load_backend(folder, manifest, served_precision(manifest, "auto"))
+value = torch.zeros(1, device="cuda") + 1
+streams = [torch.cuda.Stream() for _ in range(20)]
+events = [torch.cuda.Event() for _ in streams]
+for index, (stream, event) in enumerate(zip(streams, events)):
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(3 * 10**9) if index == 0 else value + 1
+        event.record()
+time.sleep(0.5)
+print(sum(event.query() for event in events))
+"""
+    command = [sys.executable, "-c", program, str(bundle)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(result.stdout.split()[-1]) == 19
