@@ -78,7 +78,7 @@ def bundle_from_checkpoint(
         buckets: input sizes as (height, width) in pixels, multiples of 32. Empty: use the input
             sizes of the training.
         input_dtype: data type of the model's input `images`. Pixel values are 0..255 in both types.
-            None: use float32 if the checkpoint's resize rule is `torchvision`, which does not round
+            None: use float32 if the checkpoint resizes images as torchvision does, without rounding
             pixel values, and uint8 otherwise.
         builders: one engine builder per kind of engine to build.
         with_programs: whether to export torch programs.
@@ -96,9 +96,10 @@ def bundle_from_checkpoint(
         EngineError: an engine cannot be built, or a GPU that it is built for does not compute in
             one of the precisions.
         BundleError: the folder holds other files than a bundle, or cannot be replaced. Or an input
-            size is not a multiple of 32, is too large, or is too small for every image. Or the
-            resize rule needs another `input_dtype`. Or a precision needs another kind of artifact
-            or `calibration`. Or `with_programs` or `calibration` is given and no precision uses it.
+            size is not a multiple of 32, is too large, or is so small that no resized image fits.
+            Or `input_dtype` is uint8 and the checkpoint's resizing does not round pixel values. Or
+            a precision needs `builders`, `with_programs` or `calibration`, and it is not given. Or
+            `with_programs` or `calibration` is given, and no precision uses it.
         ImageError: a calibration image cannot be read.
         OSError: the bundle cannot be written.
     """
@@ -208,10 +209,11 @@ def _engine_sources(
 ) -> list[tuple[Artifact, Path]]:
     """Return the manifest entry and the path of each ONNX file to build an engine from.
 
-    Usually these are the bundle's ONNX files: `graphs`, in the folder `partial`. ONNX files in bf16
-    and fp8 are not part of the bundle, and are written to a temporary folder. If the checkpoint's
-    top-k exceeds TensorRT's limit, ONNX files in all precisions are written to the temporary
-    folder, with the top-k reduced to the limit.
+    By default these are the ONNX files of the new bundle: `graphs` are their manifest entries, and
+    `partial` is their folder. ONNX files in bf16 and fp8 are not part of the bundle, and are
+    written to a temporary folder. If a top-k in the checkpoint's configuration exceeds TensorRT's
+    limit, ONNX files in all precisions are written to the temporary folder, with the top-k reduced
+    to the limit.
     """
     limited, changes = limited_checkpoint(checkpoint)
     if changes:

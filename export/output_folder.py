@@ -66,8 +66,7 @@ def check_output_folder(bundle: Path) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Create a temporary folder that replaces `path` when the block ends without an exception.
 
-    Before that, temporary folders of earlier exports to `path` are removed if the exporting process
-    was killed.
+    First, if earlier exports to `path` were killed, their temporary folders are removed.
 
     Raises:
         OSError: the folder cannot be created or written.
@@ -95,7 +94,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock_in(folder: Path) -> Iterator[None]:
-    """Lock an export's temporary folder within the context. Other exports do not remove it."""
+    """Lock an export's temporary folder within the block, so that no other export removes it."""
     fresh = folder / f"{_LOCK_NAME}.new"
     with fresh.open("w") as file:
         # Lock the file before it gets its name, so that another export never finds it unlocked. If
@@ -107,7 +106,7 @@ def _lock_in(folder: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove temporary folders of exports to `path` whose process was killed."""
+    """Remove the temporary folders of killed exports to `path`."""
     for lock in path.parent.glob(f".{glob.escape(path.name)}.*/{_LOCK_NAME}"):
         # OSError: the export is alive and holds the lock, or the folder is another user's.
         with suppress(OSError), lock.open("r+") as file:

@@ -74,8 +74,8 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
     """Check that the model supports each input size, and that resized images can fit into it.
 
     Raises:
-        BundleError: a side is not a multiple of 32 pixels, or an input size is too large, or too
-            small for every resized image.
+        BundleError: a side is not a multiple of 32 pixels, or an input size is too large, or so
+            small that no resized image fits into it.
     """
     shorter, longer = preprocessing.min_size, preprocessing.max_size
     for bucket in buckets:
@@ -102,11 +102,11 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
 def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) -> InputDtype:
     """Check and return `input_dtype`, or choose the data type if it is None.
 
-    The choice is float32 if the resize rule of `preprocessing` is `torchvision`, which does not
-    round pixel values, and uint8 otherwise.
+    The choice is float32 if `preprocessing` resizes images as torchvision does, without rounding
+    pixel values, and uint8 otherwise.
 
     Raises:
-        BundleError: `input_dtype` is uint8, and the resize rule is `torchvision`.
+        BundleError: `input_dtype` is uint8, and `preprocessing` does not round pixel values.
     """
     needs_floats = pixel_dtype(preprocessing.resize) is np.float32
     if needs_floats and input_dtype == "uint8":

@@ -143,7 +143,7 @@ def _plan_settings(profiles: Sequence[BatchProfile]) -> dict[str, Any]:
 
 
 def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
-    """Return Triton settings for ONNX Runtime: CUDA, and the artifact's precision."""
+    """Return Triton settings for ONNX Runtime: CUDA options for the artifact's precision."""
     options = {"prefer_nhwc": "1", "use_tf32": "1"}
     if artifact.precision == "fp32":
         # ONNX Runtime's default, the exhaustive search, picks an fp32 algorithm that takes 72 GB

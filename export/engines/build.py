@@ -1,4 +1,4 @@
-"""Creation of engine builders from command-line options, and TensorRT's limit on top-k."""
+"""Creation of engine builders from options, and reduction of top-k to TensorRT's limit."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -31,8 +31,8 @@ class BuildLog:
     def section(self, title: str) -> Iterator[None]:
         """Context manager: write TensorRT's messages to the file while the `with` block runs.
 
-        `title` precedes them. At the start of the block, `errors` and `listing` are cleared;
-        `write` then fills them.
+        The messages are preceded by `title`. At the start of the block, the attributes `errors` and
+        `listing` are cleared. In the block, the method `write` fills them.
         """
         self.errors, self.listing = [], ""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,8 @@ class BuildLog:
     def write(self, severity: str, message: str) -> None:
         """Write a message of TensorRT to the file, if a section is open.
 
-        Also append an error to `errors`, or store a list of the engine's layers in `listing`.
+        Also append an error to the attribute `errors`. If the message lists the engine's layers,
+        store it in the attribute `listing`.
         """
         # Messages after a section are expected, because TensorRT frees some objects late.
         if severity in ERRORS:

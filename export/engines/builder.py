@@ -104,7 +104,7 @@ class EngineBuilder(ABC):
         Raises:
             EngineError: TensorRT fails. Or the option `strict` is set, and the engine computes in
                 another precision.
-            KeyboardInterrupt: the user interrupted the build, which has stopped.
+            KeyboardInterrupt: the user interrupted the build. The build has stopped.
         """
         model, plugins = self._load_model(onnx_path)
         console = Console(stderr=True)
@@ -145,18 +145,18 @@ class EngineBuilder(ABC):
 
     @abstractmethod
     def _prepare(self, config: Any) -> None:
-        """Set the options of TensorRT's builder configuration for this kind of engine only."""
+        """Set those options of TensorRT's `IBuilderConfig` that only this kind of engine has."""
 
     @abstractmethod
     def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
         """Return the layers of the serialized engine that was just built from an ONNX model."""
 
     def _requirements(self, has_plugins: bool) -> dict[str, Any]:
-        """Return fields of `EngineBuild` for this kind of engine only. The base class has none."""
+        """Return manifest fields that only this kind of engine has. The base class returns {}."""
         return {}
 
     def _current_gpu(self) -> AbstractContextManager[None]:
-        """Return a context that makes the GPU of the build current. By default, it does nothing."""
+        """Return a context that makes the build's GPU current. The base class returns a no-op."""
         return nullcontext()
 
     def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:

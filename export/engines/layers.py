@@ -50,10 +50,9 @@ class Layer:
 
     @property
     def compute_types(self) -> frozenset[str]:
-        """Arithmetic types of the layer's inputs, such as `fp16`, but not `int64`.
+        """Types of the layer's inputs that are floating-point or int8, so not index types.
 
-        If no input has an arithmetic type, it is the type of the weights. `_ARITHMETIC` lists the
-        arithmetic types.
+        If no input has such a type, the property holds the type of the weights.
         """
         read = frozenset(t.dtype for t in self.inputs) & _ARITHMETIC
         return read or frozenset({self.weights_dtype}) & _ARITHMETIC

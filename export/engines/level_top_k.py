@@ -56,8 +56,9 @@ def _replacement(
         graph: graph of the TopK.
         top_k: node to replace.
         pads: `Pad` node of each feature map.
-        lowest: name of the second input of `Max`, a finite lower bound of the scores.
-        axis: name of the second input of `Unsqueeze`.
+        lowest: constant, by name, that the new `Max` nodes take as their second input: a finite
+            lower bound of the scores.
+        axis: constant, by name, that the new `Unsqueeze` nodes take as their axes.
     """
     shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.value_info}
     constants = {value.name: value for value in graph.initializer}

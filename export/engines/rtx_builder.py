@@ -10,7 +10,8 @@ from .layers import Layer, layers_from_listing
 class RtxEngineBuilder(EngineBuilder):
     """Builder of TensorRT-RTX engines for a set of compute capabilities.
 
-    TensorRT-RTX does not support plugins: its engines use the function bodies of the ONNX file.
+    TensorRT-RTX does not support plugins. Its engines compute the ONNX file's custom nodes by the
+    nodes' function bodies.
     """
 
     kind = "tensorrt-rtx"
@@ -45,7 +46,7 @@ class RtxEngineBuilder(EngineBuilder):
         return layers_from_listing(self._log.listing)
 
     def _members(self) -> dict[str, Any]:
-        """Return the members of `trt.ComputeCapability` by number: `12.0` is the key of `SM120`."""
+        """Return the members of `trt.ComputeCapability`, with keys such as `12.0` for `SM120`."""
         return {
             f"{name[2:-1]}.{name[-1]}": member
             for name, member in self._trt.ComputeCapability.__members__.items()

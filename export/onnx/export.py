@@ -209,7 +209,10 @@ _NODES: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def _custom_operations_replaced() -> Iterator[None]:
-    """Within the block, let the ONNX exporter translate custom operations as `_NODES` maps them."""
+    """Make the ONNX exporter translate custom torch operations within the block.
+
+    `_NODES` maps each operation to the function that emits its ONNX node.
+    """
     # The exporter applies its own decomposition table anyway, so entries in it cost no extra pass.
     # `ExportedProgram.run_decompositions` would trace the whole model once more, which takes a
     # quarter of the export's time.

@@ -82,10 +82,10 @@ def DecodeBoxes(  # noqa: N802
         deltas: [B, N, C, 4], C deltas (dx, dy, dw, dh) of each of N anchors or proposals.
         references: anchors or proposals [B, N, 4], or [1, N, 4] if all images share them; xyxy in
             input pixels.
-        indices: [B, K], indices into the N * C deltas of each image. Negative: padding.
+        indices: [B, K], deltas to decode: n * C + c for delta c of reference n. Negative: padding.
         image_sizes: [B, 2], height and width in pixels.
-        center_weight: factor by which dx and dy were multiplied.
-        size_weight: factor by which dw and dh were multiplied.
+        center_weight: factor by which dx and dy were multiplied in encoding.
+        size_weight: factor by which dw and dh were multiplied in encoding.
         inclusive: 1 if boxes outside of their image are clipped to one pixel at its edge, 0 if they
             are clipped to zero area.
 

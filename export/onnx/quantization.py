@@ -119,8 +119,8 @@ def _fp8_constant(name: str, values: NDArray[np.float32]) -> onnx.TensorProto:
 def make_symmetric(graph: onnx.GraphProto) -> None:
     """Convert quantized activations to int8 without zero points, and biases to fp32, in place.
 
-    TensorRT supports no other types. The new, symmetric range of an activation includes the old
-    range. A graph without quantization does not change.
+    TensorRT supports no other types for these values. The new, symmetric range of an activation
+    includes the old range. A graph without quantization does not change.
     """
     constants = {constant.name: constant for constant in graph.initializer}
 

@@ -21,8 +21,9 @@ def RoILevel(  # noqa: N802
 ) -> INT64:
     """Return the index of each RoI's pyramid level, [B, R] int64. Level 0 is the finest.
 
-    Inputs are rois [B, R, 4], xyxy in input pixels. `canonical_level` is the log2 of the stride of
-    the level for square RoIs of side `canonical_size` in input pixels.
+    Inputs are rois [B, R, 4], xyxy in input pixels. `spatial_scales` are feature cells per input
+    pixel. A square RoI of `canonical_size` input pixels per side belongs to the level with a stride
+    of 2 ** `canonical_level` input pixels.
     """
     ln_2 = op.Constant(value_float=_LN_2)
     x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
@@ -59,7 +60,8 @@ def PyramidRoIAlign(  # noqa: N802
     row and column are zero. A sampling position outside of its level is moved onto these zeros.
 
     Inputs are feature_l [B, C, H_l, W_l] and rois [B, R, 4] (xyxy in input pixels). The output is
-    [B * R, C, P, P] in the type of the features, where P is `output_size`.
+    [B * R, C, P, P] in the type of the features, where P is `output_size`. The attributes are those
+    of the torch operation `maskrcnn::pyramid_roi_align`.
     """
     zero, one = op.Constant(value_float=0.0), op.Constant(value_float=1.0)
     scales = op.Constant(value_floats=spatial_scales)
@@ -169,7 +171,8 @@ def RoIAlignOnMap(  # noqa: N802
 
     Inputs are feature [B, C, H, W], rois [B, R, 4] (xyxy in input pixels), chosen [B, R] (true for
     RoIs to pool) and scale [1] (feature cells per input pixel). The output is [B * R, C, P, P]
-    float32, where P is `output_size`. It is zero for RoIs that are not chosen.
+    float32, where P is `output_size`. It is zero for RoIs that are not chosen. The attributes are
+    those of the torch operation `maskrcnn::pyramid_roi_align`.
     """
     half = op.Constant(value_float=0.5)
     shift = op.Cast(op.Constant(value_int=aligned), to=1)
@@ -222,7 +225,7 @@ def PyramidRoIAlignAdaptive(  # noqa: N802
 
     Inputs are feature_l [B, C, H_l, W_l] and rois [B, R, 4] (xyxy in input pixels). The output is
     [B * R, C, P, P] in the type of the features, where P is `output_size`. A sampling ratio of 0
-    is adaptive.
+    is adaptive. The attributes are those of the torch operation `maskrcnn::pyramid_roi_align`.
     """
     scale_0, scale_1, scale_2, scale_3 = op.Split(
         op.Constant(value_floats=spatial_scales), num_outputs=4, axis=0
@@ -256,7 +259,9 @@ def SingleMapRoIAlign(  # noqa: N802
     """RoIAlign on a single feature map.
 
     Inputs are feature [B, C, H, W] and rois [B, R, 4] (xyxy in input pixels). The output is
-    [B * R, C, P, P] in the type of the feature map, where P is `output_size`.
+    [B * R, C, P, P] in the type of the feature map, where P is `output_size`. The attributes are
+    those of the torch operation `maskrcnn::pyramid_roi_align`; `canonical_level` and
+    `canonical_size` are not used.
     """
     scale = op.Constant(value_floats=spatial_scales)
     chosen = op.ReduceMax(op.Abs(rois), op.Constant(value_ints=[2]), keepdims=0) >= 0.0

@@ -50,7 +50,7 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
 class _FusedStem(nn.Module):
     """Stem of the ResNet, including pixel normalization, as one kernel.
 
-    It computes the same as `MaskRCNN.stem`. The module takes the place of the first convolution.
+    It computes the same as `MaskRCNN.stem`. The module replaces the ResNet's first convolution.
     """
 
     def __init__(self, model: MaskRCNN) -> None:

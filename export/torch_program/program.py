@@ -25,7 +25,7 @@ _MAX_COMPILATIONS = 4
 
 
 class _TupleModel(nn.Module):
-    """Model with a plain tuple as output. Its program loads without this project's classes."""
+    """Model that returns a plain tuple. Its exported program needs no classes of this project."""
 
     def __init__(self, model: MaskRCNN) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
     """Compile programs for this machine's GPU in parallel.
 
     Returns:
-        for each program, the manifest entry of the compiled program, or None without a GPU.
+        for each program, the manifest entry of the compiled program. None: there is no GPU.
 
     Raises:
         EngineError: there is a GPU, but no C compiler.
