@@ -12,7 +12,9 @@ _SHARED = 227 << 10
 def fits_shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> bool:
     """Return whether the kernel fits the shared memory of a GPU of compute capability 9.0.
 
-    The arguments are numbers of channels, as those of `block_transition_kernel`.
+    `channels` and `outputs` are the input and output channels of a residual block's last
+    convolution, `shortcut` the input channels of the shortcut's convolution (0: there is none), and
+    `reduced` the output channels of the next block's first convolution.
     """
     return _shared_memory(channels, shortcut, outputs, reduced) <= _SHARED
 
@@ -24,8 +26,8 @@ def block_transition_kernel(
 
     Args:
         value_type: type of all tensors, `float16` or `bfloat16`.
-        channels: channels of the input.
-        shortcut: input channels of the shortcut's 1x1 convolution; 0 if the shortcut has no
+        channels: input channels of the residual block's last convolution.
+        shortcut: input channels of the shortcut's 1x1 convolution. 0: the shortcut has no
             convolution, and its map is added as it is.
         outputs: channels of the residual block's output.
         reduced: output channels of the next block's first convolution.
@@ -50,18 +52,23 @@ def block_transition_kernel(
 def block_transition_launch(pixels: int, multiprocessors: int) -> Launch:
     """Return the grid, block and scalar arguments of `block_transition_kernel`.
 
-    Inputs are images [pixels, channels], weight [outputs, channels], bias [outputs], the shortcut
-    [pixels, outputs] or its input [pixels, shortcut], the shortcut's weight [outputs, shortcut] and
-    bias [outputs], next weight [reduced, outputs] and next bias [reduced]. Without a convolution in
-    the shortcut, its weight and bias are empty. Outputs are [pixels, outputs] and
-    [pixels, reduced].
+    `pixels` counts all pixels of a batch. The kernel's inputs are, in this order:
+
+    - input of the residual block's last convolution, [pixels, channels];
+    - weight [outputs, channels] and bias [outputs] of this convolution;
+    - shortcut [pixels, outputs] or, if it has a convolution, the input [pixels, shortcut] of it;
+    - weight [outputs, shortcut] and bias [outputs] of the shortcut's convolution, else empty;
+    - weight [reduced, outputs] and bias [reduced] of the next block's first convolution.
+
+    Outputs are the block's output [pixels, outputs] and the result of the next block's first
+    convolution [pixels, reduced].
     """
     blocks = -(-pixels // (_TILE * _THREADS // _WARP))
     return Launch((min(multiprocessors, blocks), 1, 1), (_THREADS, 1, 1), (pixels,))
 
 
 def _shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> int:
-    """Return the shared memory of a block in bytes: all weights, and 16 pixels per warp."""
+    """Return the shared memory of a thread block in bytes: all weights, and 16 pixels per warp."""
     weights = outputs * (channels + shortcut + reduced)
     pixels = _TILE * _THREADS // _WARP * (channels + (shortcut or outputs))
     return 2 * (weights + pixels)

@@ -1,8 +1,8 @@
 """`maskrcnn::block_transition`: transition between two residual blocks with few channels.
 
-Contract of all implementations: the sum of the last convolution of a residual block and of its
-shortcut passes a ReLU, and is rounded. The first convolution of the next block, with a ReLU, reads
-the rounded values.
+Contract of all implementations: the result of a residual block's last convolution and the block's
+shortcut are added, pass a ReLU, and are rounded to the data type of the tensors. The first
+convolution of the next block, with a ReLU, reads the rounded values.
 """
 
 # In the first stage of a ResNet-50 or larger, memory traffic determines how long these layers take.
@@ -32,7 +32,7 @@ _CAPABILITY = (9, 0)
 def can_fuse_transition(
     weight: Tensor, shortcut_weight: Tensor | None, next_weight: Tensor
 ) -> bool:
-    """Return whether `block_transition` supports its arguments of these names."""
+    """Return whether `block_transition` supports weights of these shapes."""
     shortcut = 0 if shortcut_weight is None else shortcut_weight.shape[1]
     outputs, channels = weight.shape[:2]
     sizes = channels, shortcut, outputs, next_weight.shape[0]

@@ -35,7 +35,8 @@ def decode_boxes_kernel(
 ) -> Kernel:
     """Return the kernel that decodes boxes. `maskrcnn::decode_boxes` documents the arguments.
 
-    If `min_side` is None, the kernel has no output `large`.
+    The output `large` marks the boxes whose sides are at least `min_side`. If `min_side` is None,
+    the kernel does not have this output.
     """
     constants = (
         *_weights(center_weight, size_weight),

@@ -78,7 +78,8 @@ def decode_boxes(
     """Decode selected deltas, clip the boxes to their images, and mark the boxes that are large.
 
     Args:
-        deltas: [B, N, C, 4] float32, C deltas of each of N references: one per class, or only one.
+        deltas: [B, N, C, 4] float32, C deltas of each of N references: one per class, or one for
+            all classes.
         references: [B, N, 4], or [1, N, 4] shared by all images; float32, xyxy in input pixels.
         indices: [B, K] int64, deltas to decode: n * C + c for delta c of reference n. A negative
             index marks padding.

@@ -32,7 +32,7 @@ def convolve_with_bias(
     dilation: Sequence[int],
     relu: bool,
 ) -> None:
-    """Queue a convolution that writes `output`, as `conv2d`, and with a ReLU if `relu`.
+    """Queue `torch.conv2d` with a bias, followed by a ReLU if `relu`. Write the result to `output`.
 
     The tensors must be on the current GPU, channels-last, and all float16 or all bfloat16.
 
@@ -49,7 +49,7 @@ def convolve_with_bias(
 
 
 class _Convolution:
-    """Descriptors of one convolution."""
+    """cuDNN's descriptors of one convolution and its tensors."""
 
     def __init__(
         self,

@@ -12,10 +12,10 @@ _MAX_CHANNELS, _MAX_REDUCED = 512, 128
 
 
 def can_expand_reduce(weight: Tensor, next_weight: Tensor) -> bool:
-    """Return whether `expand_reduce` supports two weights and is faster than two convolutions.
+    """Return whether `expand_reduce` supports these weights, and is faster than two convolutions.
 
-    `weight` [N, C, 1, 1] is that of the first convolution, `next_weight` [M, N, 1, 1] that of the
-    second one.
+    `weight` [N, C, 1, 1] belongs to the first convolution, `next_weight` [M, N, 1, 1] to the second
+    one.
     """
     sizes = (weight.shape[1], *next_weight.shape[:2])
     powers = all(size >= 64 and size & (size - 1) == 0 for size in sizes)

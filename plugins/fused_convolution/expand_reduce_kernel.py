@@ -25,9 +25,9 @@ def launch_expand_reduce(
     output: Tensor,
     reduced: Tensor,
 ) -> None:
-    """Queue the kernel, which writes `output` and `reduced`, the results of `expand_reduce`.
+    """Queue the Triton kernel of `expand_reduce`. It writes its results to `output` and `reduced`.
 
-    Both outputs are channels-last. The other arguments are those of `expand_reduce`.
+    Both are channels-last. The other arguments are those of `expand_reduce`.
     """
     batch, channels, rows, columns = images.shape
     images, residual = (x.contiguous(memory_format=torch.channels_last) for x in (images, residual))

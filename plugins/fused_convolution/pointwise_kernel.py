@@ -35,7 +35,7 @@ def launch_pointwise_convolution(
     stride: int,
     relu: bool,
 ) -> None:
-    """Queue the kernel, which writes `output`, the channels-last result of `pointwise_convolution`.
+    """Queue the Triton kernel of `pointwise_convolution`. It writes to `output`, channels-last.
 
     The other arguments are those of `pointwise_convolution`.
     """
@@ -133,9 +133,9 @@ def _upsampling_convolution(  # type: ignore[no-untyped-def]
 ):
     """Compute a 1x1 convolution, and add an upsampled residual map of half its height and width.
 
-    The result is that of `_pointwise_convolution` with SHIFT and without RELU. A block keeps
-    BLOCK_N rows of the weight in shared memory while it computes many tiles. BLOCKS blocks have the
-    same rows.
+    The result is that of `_pointwise_convolution` with SHIFT and without RELU. A thread block keeps
+    BLOCK_N rows of the weight in shared memory while it computes many tiles. BLOCKS thread blocks
+    keep the same rows.
     """
     parts: tl.constexpr = OUTPUTS // BLOCK_N
     channel_out = tl.program_id(0) % parts * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -23,7 +23,7 @@ _TOO_LARGE = 2.0**24
 
 @torch.library.custom_op("maskrcnn::mask_targets_from_crops", mutates_args=(), device_types="cpu")
 def mask_targets_from_crops(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
-    """Resample pixel masks, whole or cropped, within RoIs to mask targets.
+    """Resample pixel masks, of whole images or of crops, within RoIs to mask targets.
 
     Args:
         masks: [B, G, H, W] uint8, G masks per image.
@@ -131,9 +131,10 @@ def rois_by_owner(boxes: Tensor, matched: Tensor, instances: int) -> Iterator[tu
 
 
 def _measurable(boxes: Tensor, side: int) -> Tensor:
-    """Return whether each box [..., 4] is finite and its cells can be sampled, as [...] bool.
+    """Return whether each box [..., 4] is finite and small enough to be sampled, as [...] bool.
 
-    `side` is the number of cells along each side of a box.
+    `side` is the number of target cells along each side of a box. A cell must span less than
+    2 ** 24 pixels.
     """
     cells = (boxes[..., 2:] - boxes[..., :2]) / side
     return boxes.isfinite().all(dim=-1) & (cells < _TOO_LARGE).all(dim=-1)

@@ -37,12 +37,13 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
     """Return the grid, block and scalar arguments of `match_boxes_kernel`.
 
     With G = `truths` and N = `candidates` per image, inputs are ground-truth boxes [batch, G, 4],
-    labels [batch, G] int64 and candidates [batch, N, 4], or [1, N, 4] if `shared`. Outputs are
-    target [batch, N] int64, positive and negative [batch, N] uint8. Boxes and candidates are
-    float32. A kernel made by `match_boxes_kernel(..., low_quality=True)` has two more outputs: the
+    labels [batch, G] int64 and candidates [batch, N, 4], or [1, N, 4] if `shared`. Boxes and
+    candidates are float32. Outputs are the index of each candidate's ground-truth box [batch, N]
+    int64, and two uint8 flags [batch, N]: whether a candidate is positive, and whether it is
+    negative. A kernel made by `match_boxes_kernel(..., low_quality=True)` has two more outputs: the
     highest IoU of each candidate [batch, N] float32, and the highest IoU of each ground-truth box
-    [batch, G], whose float32 bits are stored as int32. The IoUs of ground-truth boxes must be
-    zeroed before the launch.
+    [batch, G], whose float32 bits are stored as int32. This last output must be zeroed before the
+    launch.
     """
     grid = (-(-candidates // (_THREADS * _ITEMS)), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))
@@ -54,7 +55,8 @@ def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool)
     With G = `truths` and N = `candidates` per image, inputs are ground-truth boxes [batch, G, 4],
     candidates [batch, N, 4], or [1, N, 4] if `shared`, both float32, and the highest IoUs that
     `match_boxes_kernel` computed for each candidate and for each ground-truth box. `MATCH_BEST`
-    updates the outputs positive and negative of `match_boxes_kernel`, both [batch, N] uint8.
+    makes the candidates of highest IoU with each ground-truth box positive. It changes the flags
+    positive and negative that `match_boxes_kernel` wrote, both [batch, N] uint8.
     """
     grid = (-(-candidates // _THREADS), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))

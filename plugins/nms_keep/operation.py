@@ -33,7 +33,7 @@ def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int
         max_keep: maximum number of kept boxes per set. 0: no limit.
 
     Returns:
-        [N, K] bool.
+        [N, K] bool, True for each kept box.
 
     Raises:
         ValueError: on a GPU, a set has more than 16384 boxes, or an argument has another dtype or

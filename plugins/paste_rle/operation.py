@@ -2,11 +2,11 @@
 
 Contract of all implementations, whose results are equal bit for bit: a mask gets a border of one
 zero sample on each side and is interpolated bilinearly over its box, in float32, along rows first.
-A pixel belongs to the mask if its value exceeds the threshold. With torchvision's rule, the box and
-the border are truncated to whole pixels and include the pixels at the right and bottom edges;
-pixels before the centre of the first sample repeat that sample. With detectron2's rule, the box is
-not rounded. The mask is empty if the box is not finite, or if a coordinate exceeds 2 ** 24 pixels,
-because float32 does not represent all larger integers.
+A pixel belongs to the mask if its value exceeds the threshold. With torchvision's rule, the box,
+enlarged by the border, is truncated to whole pixels and includes the pixels at its right and bottom
+edges; pixels before the centre of the first sample repeat that sample. With detectron2's rule, the
+box is not rounded. The mask is empty if the box is not finite, or if a coordinate exceeds 2 ** 24
+pixels, because float32 does not represent all larger integers.
 
 COCO's run lengths are in column-major order. The first run is of zeros, and its length may be 0.
 """

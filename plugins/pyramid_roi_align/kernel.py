@@ -134,7 +134,7 @@ def _constants(
 
 
 def _variants(pooling: Pooling, *feature_types: str) -> tuple[Kernel, ...]:
-    """Return forward and backward kernels for channels-last maps of 256 channels."""
+    """Return forward and backward kernels per feature type, for channels-last maps with C = 256."""
     forward = (
         forward_kernel(pooling, kind, 256, channels_last=True, pooled_channels_last=True)
         for kind in feature_types

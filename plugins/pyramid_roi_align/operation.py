@@ -279,9 +279,9 @@ def _roi_levels(
     canonical_level: int,
     canonical_size: float,
 ) -> Tensor:
-    """Return the index of the pyramid level of each RoI [..., 4], as [...] int64.
+    """Return the index of the pyramid level of each RoI [..., 4], as [...] int64. 0: the finest.
 
-    The index is -1 for RoIs that are NaN or too large. Their pooled features are 0.
+    It is -1, and the RoI's pooled features are 0, if the RoI is NaN or a pooled cell is too large.
     """
     finest = finest_level(spatial_scales)
     coarsest = finest + len(spatial_scales) - 1

@@ -23,7 +23,7 @@ def launch_kernel(
     Args:
         kernel: the kernel to run.
         launch: grid, block and scalar arguments.
-        inputs: tensors on one GPU, in the layout of the kernel.
+        inputs: tensors on one GPU, in the order and memory layout that the kernel expects.
         outputs: tensors on the same GPU, which the kernel writes.
 
     Raises:
@@ -53,7 +53,7 @@ def launch_kernel(
 
 
 def shared_memory_limit(device: torch.device) -> int:
-    """Return the maximum shared memory of a block on a GPU, in bytes."""
+    """Return the maximum shared memory of a thread block on a GPU, in bytes."""
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
 

@@ -51,11 +51,11 @@ def workspace(size: int, device: torch.device) -> Tensor:
 def captured_graph(
     function: Callable[[], _Result], pool: Any, device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, _Result]:
-    """Capture a function as a CUDA graph, in which `workspace` returns zeroed memory.
+    """Capture a function as a CUDA graph, whose replays zero all small workspaces by one memset.
 
     Args:
         function: function that queues the work to capture in the current stream.
-        pool: pool of CUDA graph memory.
+        pool: result of `torch.cuda.graph_pool_handle`.
         device: GPU of the work.
 
     Returns:

@@ -38,7 +38,8 @@ class Part(NamedTuple):
 def prune_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
     """Return the kernel that keeps the k largest entries of each chunk of each part of a row.
 
-    A chunk has up to `CHUNK` entries. The value type is `float`, `float16` or `bfloat16`.
+    A chunk has up to `CHUNK` entries. `prune_launch` sets k. The value type is `float`, `float16`
+    or `bfloat16`.
     """
     return _kernel("prune_top_k", value_type, min(longest(parts), CHUNK), len(parts))
 
@@ -59,7 +60,7 @@ def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launc
 def sort_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
     """Return the kernel that sorts the candidates of each part and returns the k largest.
 
-    A part has at most `CHUNK` candidates, and k is at most `MAX_K`.
+    A part has at most `CHUNK` candidates. `sort_launch` sets k, which is at most `MAX_K`.
     """
     return _kernel("sort_top_k", value_type, longest(parts), len(parts))
 
