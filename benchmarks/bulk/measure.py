@@ -68,7 +68,7 @@ class BulkResult:
 
     @property
     def share(self) -> float:
-        """Throughput from files to masks as a fraction of the throughput of the model alone."""
+        """Throughput from files to masks as a fraction of the model step's own throughput."""
         return self.images_per_second / self.engine_images_per_second
 
 

@@ -76,7 +76,10 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
 
 
 def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
-    """Compare `share` of each GPU result with the goal. Return one sentence per result."""
+    """Return one sentence per GPU result that compares its `share` with the goal.
+
+    `share` is the throughput of all steps as a fraction of the model step's own throughput.
+    """
     return [
         f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "
         f"the engine's own rate; the goal of {_GOAL:.0%} is {format_verdict(r.share >= _GOAL)}."
@@ -88,8 +91,8 @@ def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
 def _plot_steps(axes: "Axes", results: Sequence[BulkResult]) -> None:
     """Plot milliseconds per image over batch size.
 
-    Stacked bars show the time of each step alone. Points show all steps concurrently, and the
-    engine alone.
+    Stacked bars show the time of each step when it runs alone. Points show the time when all steps
+    run concurrently, and the time of the engine alone.
     """
     labels = [str(result.batch) for result in results]
     bottoms = [0.0] * len(results)

@@ -68,7 +68,7 @@ def _checked_image(path: Path) -> bytes:
 
 
 def describe_images(images: Sequence[bytes], sources: Sequence[Path], default: str) -> str:
-    """Return `3 files of FOLDER` for 3 `images` of the source FOLDER, or `default` for none."""
+    """Return a text such as `3 files of FOLDER`, or `default` if `images` is empty."""
     files = counted(len(images), "file")
     return f"{files} of {', '.join(map(str, sources))}" if images else default
 

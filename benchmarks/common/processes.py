@@ -266,7 +266,7 @@ def _tree_ticks(pid: int) -> int:
 
 
 def _ticks(stats: Iterable[Sequence[str]]) -> int:
-    """Return the total CPU time, user plus system, in ticks of `/proc/PID/stat` fields."""
+    """Sum the user and system CPU times of parsed `/proc/PID/stat` texts. The unit is ticks."""
     return sum(int(stat[11]) + int(stat[12]) for stat in stats)
 
 

@@ -260,7 +260,10 @@ def _measure_speed(
 
 
 def _reason_from(error: Exception) -> str:
-    """Return an error's message, or its type and first line if this package does not define it."""
+    """Return an error's message, preceded by its type if another package defines this type.
+
+    In this case, only the first line of the message is returned.
+    """
     own, _, _ = __name__.partition(".")
     if type(error).__module__.startswith(f"{own}."):
         return str(error)

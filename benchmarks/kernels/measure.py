@@ -110,9 +110,10 @@ class Workload:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def count(self, full: int) -> int:
-        """Return `full` times `share`, rounded, but at least 1.
+        """Return `full` times the attribute `share`, rounded, but at least 1.
 
-        `full` is the usual number of RoIs, candidates or instances.
+        `full` is the usual number of RoIs, candidates or instances, and `share` the fraction of it
+        that this workload has.
         """
         return max(1, round(full * self.share))
 

@@ -48,7 +48,7 @@ _OUTPUTS = {
 
 
 class QuickstartError(Exception):
-    """A step of the quickstart gave a wrong result, or the output folder holds foreign files."""
+    """A quickstart's step gave a wrong result, or its output folder holds files of other origin."""
 
 
 @click.command()
@@ -247,7 +247,7 @@ def _measure_server(bundle: Path, images: Path) -> "list[ServeResult]":
 def _metrics_from(
     checkpoint: Path, infer_results: "list[InferResult]", serve_results: "list[ServeResult]"
 ) -> dict[str, float]:
-    """Return the checkpoint's COCO metrics, and throughput and latencies of both benchmarks.
+    """Return COCO metrics of the checkpoint, and inference's and serving's throughput and latency.
 
     The keys are names such as `infer/batch_1/images_per_second`.
     """

@@ -142,9 +142,10 @@ def serve(
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the default of --concurrency if no load is given, or if --load needs the default.
+    """Return option values with the default of --concurrency, if it is needed and not given.
 
-    --load gives rates as fractions of the throughput at --concurrency.
+    It is needed if no load is given, or if --load is given, because --load gives rates as fractions
+    of the throughput at --concurrency.
     """
     others = values["rates"] or values["streamed"] or values["http"]
     if not values["concurrencies"] and (values["loads"] or not others):

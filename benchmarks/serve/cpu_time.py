@@ -1,4 +1,4 @@
-"""CPU time per image: of server, front ends, workers and clients, and by thread of the server."""
+"""CPU time per image of a benchmark's server and client processes, and of the server's threads."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -17,8 +17,9 @@ _MIN_SHARE: Final = 0.005
 def cpu_cells(result: ServeResult) -> tuple[str, ...]:
     """Return a result's table cells, in the order of `CPU_COLUMNS`.
 
-    The first is the number of CPU cores that the server used. The others are CPU milliseconds per
-    image. If `result.server` is None, all cells but the clients' are empty.
+    The first cell is the number of CPU cores that the server used. The other cells are CPU
+    milliseconds per image, of the server, its front ends, its workers, and the clients. If
+    `result.server` is None, all cells but the clients' are empty.
     """
     clients = _milliseconds(result.client.total_cores, result)
     if result.server is None:

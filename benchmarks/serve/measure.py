@@ -89,7 +89,7 @@ class ServeSettings:
     def grpc_clients(self) -> Sequence[int]:
         """Return the numbers of clients to measure with unary gRPC calls, in ascending order.
 
-        The numbers in `http` are included, so that HTTP can be compared with gRPC.
+        They include the numbers of HTTP clients, so that HTTP can be compared with gRPC.
         """
         return sorted({*self.concurrencies, *self.http})
 

@@ -160,7 +160,11 @@ def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
 def _latency_goal(
     result: ServeResult, load: OpenLoop, best: ServeResult, max_delay_ms: float | None
 ) -> str:
-    """Return a sentence on latency, refused requests and server memory under an open loop."""
+    """Return a sentence on latency, refused requests and server memory under an open loop.
+
+    The latency goal depends on `best`, the fastest closed-loop result, and on the server's option
+    `--max-delay-ms`. If `max_delay_ms` is None, the sentence has no goal.
+    """
     refused = _refused_requests(result)
     refusal = f"{refused} of {refused + result.requests} refused"
     if refused:

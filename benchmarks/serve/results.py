@@ -30,7 +30,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class Refusals:
-    """Number and latency of the requests that ended without detections, with one status."""
+    """Number and latency of the requests that failed with one gRPC status."""
 
     # Name of the gRPC status.
     status: str
@@ -40,7 +40,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class ClientUse:
-    """CPU use of the client processes, and the delay with which they send requests."""
+    """CPU use of the client processes, and delay of their requests behind the load's schedule."""
 
     # CPU time per wall-clock time of the busiest process.
     cores: float
@@ -175,7 +175,8 @@ def closed_loops(results: Sequence[ServeResult], *, streamed: bool) -> list[Serv
 def load_name(load: Load, best: ServeResult | None = None) -> str:
     """Return a load's name, such as `16 clients` or `poisson 27.0/s (90%)`.
 
-    The percentage is the load's rate relative to the throughput of `best`. None: no percentage.
+    The percentage is the load's rate relative to the throughput of `best`. If `best` is None, the
+    percentage is omitted.
     """
     if isinstance(load, ClosedLoop):
         clients = counted(load.clients, "client")
