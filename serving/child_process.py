@@ -1,4 +1,4 @@
-"""Child processes of the server: start, log forwarding, exit status, and end with the parent."""
+"""Child processes of the server: start, log forwarding, exit status, exit with the parent."""
 
 import contextlib
 import logging
@@ -31,8 +31,8 @@ def child_process_ids() -> set[int]:
 class ChildProcess:
     """Handle of a Python child process that runs one function.
 
-    The parent process logs the child's log records. The child ends with the parent, even if the
-    parent is killed. The child blocks SIGINT, SIGTERM and SIGHUP, because Ctrl+C in a terminal
+    The parent process logs the child's log records. When the parent ends or is killed, the child
+    ends too. The child blocks SIGINT, SIGTERM and SIGHUP, because Ctrl+C in a terminal
     reaches the server's child processes too.
     """
 
@@ -91,7 +91,7 @@ class ChildProcess:
         self._process.kill()
 
     def _forward_log(self) -> None:
-        """Log the child's log records here until the child ends. Then set the future `exited`."""
+        """Log the child's log records in this process until the child ends. Then set `exited`."""
         try:
             while record := self._log.recv():
                 logger = logging.getLogger(record.name)
@@ -119,7 +119,7 @@ def _block_stop_signals() -> Iterator[None]:
 
 
 def attach_to_parent(log_handle: int, level: int, name: str) -> None:
-    """Name this child process, send its log records to its parent, and end it with the parent.
+    """Name this child process, send its log records to its parent, and end it when the parent ends.
 
     Args:
         log_handle: File descriptor of the connection that carries the log records.

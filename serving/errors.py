@@ -44,7 +44,7 @@ class ModelNotFoundError(ServingError):
 
 
 class QueueFullError(ServingError):
-    """The server has too many in-flight requests, open calls, or messages that are arriving."""
+    """The server has too many in-flight requests, open calls, or incompletely received requests."""
 
 
 class RateLimitError(QueueFullError):

@@ -34,8 +34,8 @@ class TensorSpec(NamedTuple):
 class ModelOutputs(NamedTuple, Generic[Array]):
     """Outputs of the model for B images, in the order of `model.bundle.spec.OUTPUT_NAMES`.
 
-    Each image has D rows, of which the first `num_detections` are its detections. A mask is M x M
-    probabilities within the box of its detection.
+    Each image has D rows, padding included; its detections are the first `num_detections[image]`
+    rows. A mask is M x M probabilities within the box of its detection.
     """
 
     # [B] int64.
@@ -54,7 +54,7 @@ HostOutputs = ModelOutputs[NDArray[Any]]
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """Return the batch sizes of a backend: the powers of two below `max_batch`, and `max_batch`.
+    """Return the batch sizes that backends run: powers of two below `max_batch`, and `max_batch`.
 
     A batch of another size is padded to the next larger one of these sizes. There are few sizes,
     because each costs start-up time and GPU memory.
@@ -65,8 +65,8 @@ def batch_sizes(max_batch: int) -> list[int]:
 def black_batch(bucket: ShapeBucket, count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return a batch of black images for warm-up, and the images' sizes.
 
-    The images are [count, 3, H, W] uint8. The sizes are [count, 2] int64: the height and width of
-    the bucket.
+    The images are [count, 3, H, W] uint8, where H and W are the height and width of `bucket`. The
+    sizes are [count, 2] int64: H and W of each image.
     """
     return np.zeros((count, 3, *bucket), np.uint8), np.full((count, 2), bucket, np.int64)
 

@@ -19,7 +19,7 @@ Launch = Callable[[Mapping[str, int], int], None]
 
 
 class _Buffers:
-    """Pinned host memory and GPU memory of one in-flight batch, and the stream of its copies."""
+    """Pinned host and GPU memory of one in-flight batch, and a stream that copies between them."""
 
     def __init__(self, driver: GpuDriver, sizes: Mapping[str, int], resources: ExitStack) -> None:
         def keep(resource: _Closable) -> _Closable:
@@ -90,7 +90,8 @@ class BatchRunner:
             inputs: Input arrays by name. If the shape in `specs` has more rows than an array, the
                 additional rows are zero.
             specs: Shape and dtype of each input and output by name.
-            launch: Function that queues the computation. It is called by one thread at a time.
+            launch: Function that queues the computation, given the tensors' GPU addresses by name
+                and the stream's handle. It is called by one thread at a time.
 
         Returns:
             The outputs by name.

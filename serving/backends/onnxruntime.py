@@ -180,9 +180,10 @@ class OnnxRuntimeBackend:
     def _fitting_session(self, bucket: ShapeBucket, size: int) -> onnxruntime.InferenceSession:
         """Create a GPU session for one batch size, and run it so that its memory is allocated.
 
+        If memory is short, release the bucket's sessions for smaller batches.
+
         Raises:
-            BackendError: the GPU has too little free memory, even after the bucket's sessions for
-                smaller batches are released.
+            BackendError: the GPU has too little free memory even then.
         """
         # ONNX Runtime uses the first convolution algorithm that cuDNN returns, whatever its
         # workspace: without tensor cores that was 36 GB for one convolution of eight images.

@@ -166,7 +166,7 @@ def _check_build(kind: EngineKind, artifact: Artifact, machine: PlanTarget) -> N
 
 
 def gpu_warning(artifact: Artifact, gpu_name: str) -> str:
-    """Return a warning if a plan was built on another type of GPU, else ""."""
+    """Return a warning if a plan was built on a GPU with a name other than `gpu_name`, else ""."""
     build = artifact.engine
     if build is None or build.gpu_name in (None, gpu_name):
         return ""

@@ -88,7 +88,8 @@ class PlanRuntime:
 
         Args:
             path: Plan file.
-            is_version_compatible: Whether the plan contains code that runs it in newer versions.
+            is_version_compatible: Whether the plan contains code with which newer TensorRT versions
+                run it.
 
         Raises:
             BackendError: the runtime rejects the plan. The message contains the reason.

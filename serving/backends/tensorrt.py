@@ -155,7 +155,7 @@ class TensorRTBackend:
     def _reserve_memory(self, resources: ExitStack) -> None:
         """Allocate the GPU memory that all plans share: scratch memory, and input/output buffers.
 
-        `resources` releases the memory.
+        Closing `resources` releases the memory.
         """
         plans = self._plans.values()
         scratch = max(plan.scratch_bytes for plan in plans)
@@ -178,6 +178,9 @@ class TensorRTBackend:
             resources.callback(self._driver.synchronize)
 
     def _allocate(self, sizes: Mapping[str, int], resources: ExitStack) -> None:
-        """Allocate input and output buffers. `sizes` are in bytes, by tensor name."""
+        """Allocate input and output buffers, which closing `resources` releases.
+
+        `sizes` are the buffer sizes in bytes, by tensor name.
+        """
         runner = BatchRunner(self._driver, sizes, self.concurrency)
         self._batches = resources.enter_context(closing(runner))

@@ -154,7 +154,11 @@ class TorchBackend:
 
 
 def _warn_if_not_compiled(artifacts: Sequence[Artifact]) -> None:
-    """Log a warning for each program compiled for another GPU, torch or Python, or not compiled."""
+    """Log a warning for each program that must be compiled on this machine.
+
+    Such a program is not compiled yet, or was compiled for another compute capability or another
+    version of torch or Python.
+    """
     for artifact in artifacts:
         compiled = artifact.compiled
         if compiled is None:

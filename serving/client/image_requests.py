@@ -173,7 +173,8 @@ async def async_items(items: Iterable[_T] | AsyncIterable[_T]) -> AsyncIterator[
 class LostServerCheck:
     """Counter of consecutive requests without a response, which detects a lost server.
 
-    A missed deadline counts only if the connection is down; otherwise the server is overloaded.
+    A missed deadline counts only if the connection is down. If the connection is up, the server is
+    assumed to be overloaded, not lost.
     """
 
     def __init__(self, limit: int, state: Callable[[], grpc.ChannelConnectivity]) -> None:
@@ -188,7 +189,7 @@ class LostServerCheck:
         self._unanswered = 0
 
     def check(self, outcome: ImageOutcome) -> ImageOutcome:
-        """Count and return the next request's outcome. Raise it if more requests are pointless.
+        """Count the next request's outcome. Return it, or raise it if more requests are pointless.
 
         Raises:
             AccessError: The server denies access to this client.

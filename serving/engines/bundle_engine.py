@@ -53,7 +53,7 @@ class BundleLoader:
 
 
 class HostEngine:
-    """Engine whose inputs are images that are decoded and padded. It works with every backend."""
+    """Engine whose inputs are already decoded and padded images. It works with every backend."""
 
     def __init__(self, backend: Backend) -> None:
         """Take ownership of a backend. Closing the engine closes the backend."""

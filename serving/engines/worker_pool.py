@@ -159,7 +159,7 @@ class WorkerProcess(Generic[Item, Result]):
         return results
 
     def close(self) -> None:
-        """Wait for in-flight batches, close the engine and end the process. Call `load` before.
+        """Wait for in-flight batches, close the engine and end the process. Call `load` first.
 
         If a batch or the end of the process takes longer than 10 s, the process is killed.
         """

@@ -52,7 +52,7 @@ class Link(asyncio.BufferedProtocol):
     """
 
     def __init__(self, receive: Callable[[int, int, bytes], None]) -> None:
-        """Create an end that is not connected to a socket yet. Use `connect` instead.
+        """Create an end that has no socket yet. Callers use the class method `connect` instead.
 
         Args:
             receive: Function that is called with kind, call number and payload of each received
@@ -109,7 +109,10 @@ class Link(asyncio.BufferedProtocol):
         return self._buffer[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Pass each complete frame in the receive buffer to the function `receive` of `connect`."""
+        """Call the constructor's `receive` for each complete frame in the receive buffer.
+
+        Called by asyncio after it has received data.
+        """
         self._end += nbytes
         needed = _HEADER.size
         while self._end - self._start >= _HEADER.size:
@@ -134,9 +137,9 @@ class Link(asyncio.BufferedProtocol):
         self._outgoing = []
 
     def _make_room(self, needed: int) -> None:
-        """Move an incomplete frame to the front of the buffer, resized to hold `needed` bytes.
+        """Move an incomplete frame to the start of the receive buffer. Resize the buffer if needed.
 
-        `needed` is the size of the complete frame.
+        `needed` is the size in bytes of the complete frame, which the buffer must hold.
         """
         size, rest = max(_BUFFER_BYTES, needed), self._buffer[self._start : self._end]
         if len(self._buffer) != size:

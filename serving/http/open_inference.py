@@ -160,7 +160,7 @@ async def _unsupported(answer: str, _: Request) -> Response:
 
 
 def _model_of(call: HttpCall) -> tuple[str, str]:
-    """Return the model name and the model version in the path. A missing one is empty."""
+    """Return the model name and version in the path; an empty string if the path has none."""
     parameters = call.request.path_params
     return parameters.get("model", ""), parameters.get("version", "")
 

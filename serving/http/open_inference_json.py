@@ -97,7 +97,8 @@ def _length_from_header(text: str, body_size: int) -> int:
 def _raw_contents(inputs: Sequence[InputTensor], binary: memoryview) -> list[bytes]:
     """Return the raw contents of each input tensor, from its `data` or from `binary`.
 
-    `binary` is the body after the JSON. Also remove `binary_data_size` from the parameters.
+    `binary` is the body after the JSON. The parameter `binary_data_size` is removed from the
+    tensors.
     """
     contents, start = [], 0
     for tensor in inputs:

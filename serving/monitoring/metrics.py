@@ -43,7 +43,7 @@ _Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Values of the label `reason` of a failed request, in our own and in Triton's metric."""
+    """Values of the label `reason` of a failed request, in this server's metric and in Triton's."""
 
     # For our metric maskrcnn_rejected_total.
     name: str

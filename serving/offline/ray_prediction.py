@@ -219,7 +219,10 @@ class _RayDetector:
 def _with_bytes(
     stores: Sequence[pyarrow.fs.FileSystem], row: dict[str, Any]
 ) -> dict[str, str | bytes]:
-    """Read the image that a row locates. Return its path, and its content or the error message."""
+    """Read the image that a data set row names. Return its path, its content and an error message.
+
+    If reading succeeds, the error message is "". If it fails, the content is empty.
+    """
     path = row["path"]
     try:
         return {"path": path, "bytes": read_image(stores[row["store"]], path), "error": ""}

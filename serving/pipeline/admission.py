@@ -13,7 +13,7 @@ _SERVICE_TIME_WEIGHT = 0.05
 
 
 class _Waiter:
-    """Request that waits for slots."""
+    """Request that waits for admission slots."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -30,8 +30,8 @@ class AdmissionController:
     - While slots are free and no request waits, each request is admitted. A single connection can
       use all slots.
     - Otherwise a request waits if its connection, including this request, holds or waits for at
-      most its max-min fair share of the slots. A connection's only request always waits, unless
-      there are more connections with requests than slots.
+      most its max-min fair share of the slots. A connection's only request may always wait,
+      unless at least as many other connections as there are slots have requests.
     - Requests beyond that share are rejected, except requests of streams, which wait; see
       `acquire`.
     - Freed slots go to the waiting connection that holds the fewest slots; among equals, in
@@ -167,7 +167,7 @@ class AdmissionController:
     def _make_room(self, peer: str) -> None:
         """If the queue is full, reject a waiting request to make room for one of `peer`.
 
-        It is the newest request of the connection that has the most waiting requests.
+        The rejected request is the newest of the connection that has the most waiting requests.
 
         Raises:
             QueueFullError: the queue is full, and with one more waiting request, `peer` would have

@@ -126,7 +126,7 @@ class ModelRepository:
             yield
 
     async def reload_when_set(self, requested: asyncio.Event) -> None:
-        """Reload all models each time `requested` is set. If one fails, its old model stays."""
+        """Reload all models each time `requested` is set. If a reload fails, keep the old model."""
         while True:
             await requested.wait()
             requested.clear()

@@ -162,7 +162,7 @@ class ServedModel:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Count a request as a user of the model, which stays open within the context.
+        """Count the request that uses the model within the context, so that the model stays open.
 
         Raises:
             UnloadedError: the model is unloaded.

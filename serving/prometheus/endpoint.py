@@ -79,7 +79,10 @@ class _Handler(WSGIRequestHandler):
 
 
 class _WsgiServer(ThreadingMixIn, WSGIServer):
-    """HTTP server that closes connections after 5 s. Above 32 connections it closes the oldest."""
+    """HTTP server that closes each connection 5 s after accepting it.
+
+    If 32 connections are open, a new one closes the oldest.
+    """
 
     daemon_threads = True  # so that a client cannot delay the shutdown
     request_queue_size = 128  # if it is full, clients retry after a second or more

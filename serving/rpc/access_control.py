@@ -225,7 +225,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._models.resources.telemetry.reject_call(method, peer, error)
 
     async def _admit(self, method: str, context: CallContext) -> None:
-        """Count a call as open until it ends. Abort a detection call that can get no slot.
+        """Count a call as open until it ends. Abort detection calls that admission control rejects.
 
         Raises:
             QueueFullError: too many calls are open.
