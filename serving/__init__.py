@@ -1,4 +1,4 @@
-"""Inference over gRPC: the server of exported bundles, its clients, and offline prediction."""
+"""Inference with exported models: gRPC and HTTP server, Python clients, offline prediction."""
 
 # Parent of all loggers of serving. Its level applies to the server and to its worker processes.
 LOGGER = __name__

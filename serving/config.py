@@ -145,7 +145,7 @@ class ServeConfig(ServeFields):
 
     @property
     def images_per_request(self) -> int:
-        """Maximum number of images per request. Each needs an admission slot."""
+        """Maximum number of images per request. Each image needs an admission slot."""
         return min(self.max_batch, self.queue_size)
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ class BackendError(ServingError):
 
 
 class BackendDownError(BackendError):
-    """All worker processes of the model are down, or the one that computed the batch ended."""
+    """No worker process of the model is up, or the one that computed the request's batch ended."""
 
 
 class UnloadedError(ServingError):

@@ -116,7 +116,7 @@ class Backend(Protocol):
         """Input sizes that `infer` accepts."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the model on a batch of each size in `batch_sizes(max_batch)`, for each bucket.
+        """Run the model on a batch of each size in `batch_sizes(max_batch)`, for each input size.
 
         The first requests then need not wait for compilation or memory allocation. The method
         raises the same errors as `infer`.

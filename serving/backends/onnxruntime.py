@@ -41,7 +41,7 @@ _OUT_OF_MEMORY = ("Failed to allocate memory", "is smaller than requested bytes"
 
 
 class OnnxRuntimeBackend:
-    """Backend with one session per shape bucket; on a GPU, one per bucket and batch size.
+    """ONNX Runtime backend: one session per input size; on a GPU, one per input and batch size.
 
     On a GPU each session has fixed shapes, and smaller batches are padded.
     """
@@ -168,7 +168,7 @@ class OnnxRuntimeBackend:
         return dict(zip(INPUT_NAMES, arrays, strict=True))
 
     def _load(self) -> None:
-        """Create one session per bucket.
+        """Create one session per input size.
 
         On a GPU the session computes batches of one image; on the CPU, batches of any size.
         """

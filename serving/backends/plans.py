@@ -165,7 +165,7 @@ class _BatchContext(NamedTuple):
 
 
 class Plan:
-    """Engine of one shape bucket, with one execution context per batch size.
+    """TensorRT engine for one input size, with one execution context per batch size.
 
     All contexts share one scratch memory, so they must run in one stream.
     """

@@ -27,7 +27,7 @@ OUTPUT_DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
 
 
 class TensorRTBackend:
-    """Backend that runs one plan of TensorRT or TensorRT-RTX per shape bucket.
+    """Backend that runs one plan of TensorRT or TensorRT-RTX per shape bucket (input size).
 
     With TensorRT, but not with TensorRT-RTX, batches are replayed as CUDA graphs: one graph per
     bucket, batch size and set of buffers, because a graph contains GPU addresses.

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class TorchBackend:
-    """Backend that runs one exported torch program per shape bucket.
+    """Backend that runs one exported torch program per shape bucket (input size).
 
     On a GPU, each program has one CUDA graph per batch size, and the constructor limits torch to
     one CPU thread in the whole process.

@@ -39,7 +39,7 @@ def request_from_image(
     scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     request_id: str = "",
 ) -> pb.DetectRequest:
-    """Return the request message for an image. Pixel arrays, BMP and TIFF files become PNG.
+    """Return the request message for an image. Arrays, BMP and TIFF files are sent as PNG.
 
     Raises:
         TypeError: `image` is not an `ImageSource`.

@@ -59,7 +59,7 @@ class CheckSection(NamedTuple):
 
 
 def machine_section() -> CheckSection:
-    """Return the section on this machine: package versions, GPUs, and ONNX Runtime's problems."""
+    """Check this machine. Return its package versions, GPUs and problems of ONNX Runtime."""
     versions = {"Python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)}
     gpus = gpu_names() or ("nvidia-smi reports none",)
     results = [

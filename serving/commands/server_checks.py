@@ -187,7 +187,7 @@ def _bundle_results(model: ModelSource) -> list[CheckResult]:
 def _backend_results(
     bundle: Path, manifest: Manifest, precision: Precision, config: ServeConfig
 ) -> list[CheckResult]:
-    """Check each backend in a precision. A fault is reported only if `config.backend` fails."""
+    """Check each backend in a precision. Only a failure of `config.backend` counts as a fault."""
     results, chosen = [], None
     try:
         chosen = choose_backend(bundle, manifest, precision, config.backend).backend

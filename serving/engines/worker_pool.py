@@ -149,7 +149,7 @@ class WorkerProcess(Generic[Item, Result]):
         self._call("warm_up", max_batch, timeout_s=None)
 
     def compute(self, items: Sequence[Item]) -> Sequence[Result]:
-        """Return one result per item of a batch. All items have the same shape bucket.
+        """Return one result per item of a batch. All items have the same input size.
 
         Raises:
             BackendDownError: the process ended, or was killed after `hang_timeout_s`.

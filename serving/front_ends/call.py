@@ -29,7 +29,7 @@ FindHandler = Callable[[CallDetails], Awaitable[Any]]
 
 
 class ForwardedCall(CallOutcome):
-    """Context of a gRPC call that services and interceptors use like gRPC's context.
+    """Context of a gRPC call. Services and interceptors use it like gRPC's own context.
 
     A front-end process received the call. At most one message at a time is passed in each
     direction, as in gRPC's context: the front end reads a message of the client only when `read` is

@@ -20,7 +20,7 @@ class AbortedCallError(Exception):
 
 
 class HttpCall(CallOutcome):
-    """Context of an HTTP request that services and access control use like gRPC's context.
+    """Context of an HTTP request. Services and access control use it like gRPC's own context.
 
     Call `end` after the response has been sent or the client has disconnected.
     """

@@ -175,8 +175,8 @@ def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
     """Return the content of an image file.
 
     Raises:
-        ImageError: The file cannot be read, is too large or in another format, or is a damaged BMP
-            or TIFF.
+        ImageError: The file cannot be read, is too large or not in a supported format, or is a
+            damaged BMP or TIFF.
     """
     try:
         # Without `compression=None` Arrow would decompress files named *.gz.

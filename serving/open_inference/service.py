@@ -46,8 +46,8 @@ def _aborting(method: _Method) -> _Method:
 class InferenceService(GRPCInferenceServiceServicer):
     """Servicer of inference.GRPCInferenceService.
 
-    If a request's model name is NAME, the name of a served model, the default precision is used. If
-    it is `NAME-PRECISION`, that precision is used.
+    A request names a served model as NAME, which selects the model's default precision, or as
+    `NAME-PRECISION`, which selects the given precision.
     """
 
     def __init__(self, models: ModelRepository, config: ServeConfig, health: HealthService) -> None:
@@ -79,7 +79,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ModelReady(  # noqa: N802
         self, request: pb.ModelReadyRequest, context: CallContext
     ) -> pb.ModelReadyResponse:
-        """Return whether a model can process inference requests. An unknown model cannot."""
+        """Return whether a model can process inference requests; false for an unknown model."""
         version = self._models.find_or_first(request.name).model.version
         ready = request.version in ("", version) and self._health.is_model_serving(request.name)
         return pb.ModelReadyResponse(ready=ready)

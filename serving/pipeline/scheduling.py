@@ -66,7 +66,7 @@ class Ticket(Generic[T]):
 
 
 class Schedule(Generic[T]):
-    """Queues of items that wait for a batch, one queue per shape bucket.
+    """Queues of items that wait for a batch, one queue per shape bucket (input size).
 
     The schedule does not read a clock: callers pass the current time in seconds as `now`.
     """
@@ -85,7 +85,7 @@ class Schedule(Generic[T]):
     def add(
         self, item: T, bucket: ShapeBucket, scheduling: SchedulingOptions, now: float
     ) -> Ticket[T]:
-        """Queue an item for a batch of its shape bucket, and return the item's ticket."""
+        """Queue an item for a batch of its input size `bucket`, and return the item's ticket."""
         mine = self._connections.setdefault((scheduling.peer, scheduling.priority), [])
         last = mine[-1].service_tag if mine else 0
         tag = max(self._virtual_time, last) + _WEIGHT ** (scheduling.priority - 1)
@@ -106,7 +106,7 @@ class Schedule(Generic[T]):
             del self._connections[key]
 
     def take(self, now: float, *, only_full: bool = False) -> list[Ticket[T]]:
-        """Remove and return the tickets of the next batch, which all have the same shape bucket.
+        """Remove and return the tickets of the next batch. All have the same bucket (input size).
 
         Among the buckets whose batch may start, choose the one whose first item has the lowest
         service tag. If no batch may start yet, return an empty list.

@@ -25,8 +25,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class Streams(Generic[Request]):
     """Open request streams of a gRPC service.
 
-    If no admission slot is free, a request waits for one, even if its connection exceeds its fair
-    share. Meanwhile the stream is not read, so HTTP/2 flow control slows the client down.
+    If no admission slot is free, a request waits for one, even if the connection exceeds its fair
+    share of the slots. Meanwhile the stream is not read, so HTTP/2 flow control slows the client
+    down.
     """
 
     def __init__(

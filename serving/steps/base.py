@@ -136,7 +136,7 @@ class Engine(Protocol[Item, Result]):
         """
 
     def compute(self, items: Sequence[Item]) -> Sequence[Result]:
-        """Compute a batch of items with the same shape bucket. Return one result per item.
+        """Compute a batch of items with the same input size. Return one result per item.
 
         Arrays in the items are valid only during the call.
         """

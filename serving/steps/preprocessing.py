@@ -123,7 +123,7 @@ def prepare_image(
     buckets: Sequence[ShapeBucket],
     max_pixels: int,
 ) -> ModelInput:
-    """Decode an image, apply its EXIF rotation, resize it and pad it to the smallest bucket.
+    """Decode, rotate (EXIF), resize and pad an image, to the smallest input size that holds it.
 
     Raises:
         ImageError: invalid image.
