@@ -161,7 +161,7 @@ def choose_backend(
         else:
             return BackendChoice(candidate, tuple(faults))
     if faults:
-        raise BackendError("; ".join(faults))
+        raise BackendError(f"no backend can run the bundle: {'; '.join(faults)}")
     return BackendChoice("onnxruntime", ())
 
 

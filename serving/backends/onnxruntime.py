@@ -75,7 +75,8 @@ class OnnxRuntimeBackend:
         if on_gpu and not all(_CUDA in providers for providers in loaded):
             _log.warning(
                 "onnxruntime uses the CPU because its CUDA provider does not load; check that "
-                "nvidia-smi finds a GPU, and install the CUDA and cuDNN that onnxruntime-gpu names"
+                "nvidia-smi finds a GPU, and install the versions of CUDA and cuDNN that "
+                "onnxruntime-gpu requires"
             )
             self.device = "cpu"
             self._load()
@@ -243,7 +244,7 @@ class OnnxRuntimeBackend:
             session = onnxruntime.InferenceSession(path, options, providers=providers)
         except _INVALID_MODEL as error:
             raise BundleError(
-                f"{path} is missing or no valid ONNX model; export the bundle again ({error})"
+                f"{path} is missing or is not a valid ONNX model; export the bundle again ({error})"
             ) from None
         expected = {
             INPUT_NAMES[0]: (_TYPE_NAMES[self._dtypes[bucket]], [3, *bucket]),

@@ -120,8 +120,8 @@ def check_memory(needed: int, free: int) -> None:
     """
     if needed > free:
         raise BackendError(
-            f"the plans need {needed / 2**20:.0f} MiB of GPU memory and {free / 2**20:.0f} MiB are "
-            f"free; {_FREE_MEMORY}"
+            f"the plans need {needed / 2**20:.0f} MiB of GPU memory, but only "
+            f"{free / 2**20:.0f} MiB are free; {_FREE_MEMORY}"
         )
 
 

@@ -109,7 +109,7 @@ def _unreachable_message(address: str, details: str) -> str:
     # gRPC reports the error of one of a host's addresses, not always of that with the server.
     failed = _FAILED_ADDRESS.search(details)
     is_named = failed is not None and unquote(failed[1]).strip("[]") not in address
-    hint = ", or if one runs, give its IP address to see the error there" if is_named else ""
+    hint = "; if one runs already, connect to its IP address to see its error" if is_named else ""
     return (
         f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`{hint}"
     )

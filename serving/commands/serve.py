@@ -149,7 +149,7 @@ def _check_environment() -> None:
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            hint = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(known)}"
             raise click.UsageError(f"the environment variable {name} is not a setting; {hint}")
 
 

@@ -108,9 +108,9 @@ def _limit_results(config: ServeConfig, models: int) -> list[CheckResult]:
         ),
         CheckResult(
             "memory",
-            f"{_gib(memory)} available; the settings allow request messages of {_gib(requests)} "
-            f"({messages}), which take more once parsed, and {_gib(decoding)} for images in "
-            "decoding (decode_memory_mb)",
+            f"{_gib(memory)} available; the settings allow {_gib(requests)} ({messages}) for "
+            "request messages, which need more memory once parsed, and "
+            f"{_gib(decoding)} (decode_memory_mb) for decoding images",
             "warning" if requests + decoding > memory else "ok",
         ),
     ]

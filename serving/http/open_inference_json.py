@@ -80,7 +80,7 @@ def infer_request_from_http(
     try:
         return _infer_message(parsed, raw, model, version), outputs
     except (UnicodeEncodeError, ValueError) as error:
-        raise InvalidRequestError(f"a value cannot be converted: {error}") from None
+        raise InvalidRequestError(f"a value in the JSON is invalid: {error}") from None
 
 
 def _length_from_header(text: str, body_size: int) -> int:
@@ -112,15 +112,18 @@ def _raw_contents(inputs: Sequence[InputTensor], binary: memoryview) -> list[byt
             )
         if type(size) is not int or not 0 <= size <= len(binary) - start:
             raise InvalidRequestError(
-                f"input {tensor.name!r} has the {_SIZE} {size!r}; {len(binary) - start} bytes "
-                "remain after the JSON, whose size is in Inference-Header-Content-Length"
+                f"input {tensor.name!r} has the {_SIZE} {size!r}; it must be an integer from 0 to "
+                f"{len(binary) - start}, the number of bytes that the body holds for this input. "
+                "If that number is wrong, check Inference-Header-Content-Length, the size of the "
+                "JSON in bytes"
             )
         contents.append(bytes(binary[start : start + size]))
         start += size
     if start < len(binary):
         raise InvalidRequestError(
-            f"the binary part of the body has {len(binary) - start} bytes more than the sum of "
-            f"{_SIZE} of the inputs"
+            f"the body has {len(binary) - start} bytes too many after the JSON; check the inputs' "
+            f"{_SIZE}, which must add up to the size of the binary data, and "
+            "Inference-Header-Content-Length, the size of the JSON in bytes"
         )
     return contents
 

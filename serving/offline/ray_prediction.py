@@ -168,7 +168,7 @@ def _image_paths(files: pyarrow.fs.FileSystem, path: str) -> list[str]:
         )
     except UnicodeDecodeError as error:
         name = error.object.decode(errors="backslashreplace")
-        raise ServingError(f"a name in {path} is not UTF-8: {name}; rename it") from None
+        raise ServingError(f"a file name in {path} is not UTF-8: {name}; rename the file") from None
 
 
 def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
@@ -183,7 +183,7 @@ def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
         with files.open_input_stream(path, compression=None) as stream:
             size = files.get_file_info(path).size
             if size is None:
-                raise ImageError("the path is a pipe or a device")
+                raise ImageError("the path is a pipe or a device, not a file")
             check_file_size(size)
             data: bytes = stream.read()
     except OSError as error:

@@ -104,7 +104,7 @@ def _only_input(request: pb.ModelInferRequest) -> tuple[InputTensor, bytes | Non
     if len(raw) != 1 or tensor.HasField("contents"):
         typed = ", which also has typed contents" if tensor.HasField("contents") else ""
         raise InvalidRequestError(
-            f"the request has {len(raw)} raw contents for 1 input{typed}; "
+            f"raw_input_contents has length {len(raw)} for 1 input{typed}; "
             "send the input once, either as raw or as typed contents"
         )
     return tensor, raw[0]

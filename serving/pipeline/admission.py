@@ -116,9 +116,9 @@ class AdmissionController:
         setting = "max-wait-s" if capacity < self._max_capacity else "queue-size"
         raise QueueFullError(
             f"the server is busy: the request needs {slots} admission slots, one per image, but "
-            f"{self._in_use} of {capacity} are in use, and its connection, one of {connections}, "
-            f"holds or awaits {self._claimed[peer]}; try again later, or raise the server's "
-            f"--{setting}"
+            f"{self._in_use} of {capacity} are in use, and the request's connection already holds "
+            f"or waits for {self._claimed[peer]} ({connections} connections share the slots); try "
+            f"again later, or raise the server's --{setting}"
         )
 
     @asynccontextmanager
@@ -236,6 +236,6 @@ def _add(slots: Counter[str], peer: str, number: int) -> None:
 
 def _too_many_waiting() -> QueueFullError:
     return QueueFullError(
-        "too many requests wait for an admission slot, most of them of this connection; try again "
-        "later, or raise the server's --queue-size"
+        "too many requests wait for an admission slot, most of them from this connection; try "
+        "again later, or raise the server's --queue-size"
     )

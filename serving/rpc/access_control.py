@@ -118,13 +118,13 @@ class AccessPolicy:
         if self._tokens is None and self._admin_tokens is None:
             if not self._local_admin:
                 raise ForbiddenError(
-                    "loading and unloading models is disabled; to allow it to clients with a "
-                    "token, set admin_token_file on the server"
+                    "loading and unloading models is disabled; to allow clients with a token to do "
+                    "it, set admin_token_file on the server"
                 )
             if not _is_loopback(peer):
                 raise ForbiddenError(
-                    "only clients on the server's machine may load and unload models; to allow it "
-                    "to clients with a token, set admin_token_file on the server"
+                    "only clients on the server's machine may load and unload models; to allow "
+                    "other clients with a token to do it, set admin_token_file on the server"
                 )
         elif is_user or self._admin_tokens is None:
             raise ForbiddenError(

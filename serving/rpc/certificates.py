@@ -199,7 +199,9 @@ def _validity(certificate: Path, pem: bytes) -> tuple[datetime, datetime]:
     for block in _PEM.findall(pem):
         match = _VALIDITY.search(base64.b64decode(block))
         if match is None:
-            raise ServingError(f"{certificate} has a certificate without dates of validity")
+            raise ServingError(
+                f"{certificate} has a certificate without dates of validity; replace it"
+            )
         ranges.append([_time(text.decode()) for text in match.groups()])
     starts, ends = zip(*ranges, strict=True)
     return max(starts), min(ends)

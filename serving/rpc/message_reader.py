@@ -96,7 +96,10 @@ class PendingMessages:
             if self._is_stopped:
                 raise StoppingError("the server is stopping") from None
             if wait in self._waits:
-                raise ExpiredError(f"the request did not arrive within {timeout_s:g} s") from None
+                raise ExpiredError(
+                    f"the request did not arrive completely within {timeout_s:g} s; send a smaller "
+                    "request, or raise the server's --receive-timeout-s"
+                ) from None
             raise QueueFullError(
                 "the server has too many requests that have not arrived completely (the limit "
                 "depends on queue_size), and this one is the oldest of its connection; try again "

@@ -133,7 +133,7 @@ def test_rtx_majors_are_those_of_its_builder() -> None:
 
 def test_plans_larger_than_the_free_memory() -> None:
     check_memory(100 << 20, 100 << 20)
-    with pytest.raises(BackendError, match=r"need 300 MiB .* and 200 MiB are free; .*--max-batch"):
+    with pytest.raises(BackendError, match=r"need 300 MiB .* only 200 MiB are free; .*--max-batch"):
         check_plans("tensorrt", [plan()], H100._replace(free_memory=200 << 20), 300 << 20)
 
 

@@ -205,8 +205,8 @@ def tensor(**changes: Any) -> dict[str, Any]:
         ({"inputs": [tensor(data=["aGVsbG8="])]}, "images[0]"),
         ({"inputs": [tensor(data=None)]}, "neither"),
         ({"inputs": [tensor(parameters={"binary_data_size": 4})]}, "both"),
-        ({"inputs": [tensor(data=None, parameters={"binary_data_size": 4})]}, "remain"),
-        ({"inputs": [tensor(data=None, parameters={"binary_data_size": "4"})]}, "remain"),
+        ({"inputs": [tensor(data=None, parameters={"binary_data_size": 4})]}, "from 0 to 0"),
+        ({"inputs": [tensor(data=None, parameters={"binary_data_size": "4"})]}, "from 0 to 0"),
         ({"inputs": [tensor(parameters={"content_type": "x"})]}, "content_type"),
         ({"inputs": [tensor(datatype="FP16", shape=[1, 8, 8, 3])]}, "UINT8"),
         ({"inputs": [tensor(datatype="UINT8", shape=[1, 8, 8, 3], data=[1.5])]}, "UINT8"),
@@ -253,7 +253,7 @@ def test_binary_data_beyond_the_sizes_of_the_inputs_is_rejected(http: httpx.Clie
     headers = {"Inference-Header-Content-Length": str(len(text))}
     response = http.post(INFER, content=text + b"abc", headers=headers)
     assert response.status_code == 400
-    assert "3 bytes more" in response.json()["error"]
+    assert "3 bytes too many" in response.json()["error"]
 
 
 @pytest.mark.parametrize(
