@@ -1,4 +1,4 @@
-"""Child processes of the server: start, log forwarding, exit status, exit with the parent."""
+"""Child processes of the server: start, log forwarding, exit status, end when the parent ends."""
 
 import contextlib
 import logging

@@ -134,7 +134,7 @@ def _digest(token: str) -> bytes:
 
 
 def _file_version(path: Path) -> tuple[int, ...] | None:
-    """Return a key that changes when the file is written or replaced. None: `stat` fails."""
+    """Return a key that changes when the file is written or replaced. None: inaccessible file."""
     try:
         status = path.stat()
     except OSError:

@@ -184,7 +184,7 @@ class OnnxRuntimeBackend:
         If memory is short, release the bucket's sessions for smaller batches.
 
         Raises:
-            BackendError: the GPU has too little free memory even then.
+            BackendError: the GPU has too little free memory, even after that release.
         """
         # ONNX Runtime uses the first convolution algorithm that cuDNN returns, whatever its
         # workspace: without tensor cores that was 36 GB for one convolution of eight images.

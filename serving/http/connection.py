@@ -102,7 +102,7 @@ class HttpConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
-        """Pass a part of a body to the application."""
+        """Pass a part of a request's body to the application."""
         super().on_body(body)
         self._bytes_since_body = 0
 

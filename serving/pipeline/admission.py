@@ -31,7 +31,7 @@ class AdmissionController:
       use all slots.
     - Otherwise a request waits if its connection, including this request, holds or waits for at
       most its max-min fair share of the slots. A connection's only request may always wait,
-      unless at least as many other connections as there are slots have requests.
+      unless more connections have requests than there are slots.
     - Requests beyond that share are rejected, except requests of streams, which wait; see
       `acquire`.
     - Freed slots go to the waiting connection that holds the fewest slots; among equals, in

@@ -125,7 +125,7 @@ class ModelLifecycle:
         return model
 
     def _release(self) -> asyncio.Future[None]:
-        """Start `_release_when_unused` in a task that continues even if the caller is cancelled."""
+        """Close the model once unused, in a task that continues even if the caller is cancelled."""
         release = _release_when_unused(self.model, self._running)
         return asyncio.shield(self._tasks.create_task(release, context=Context()))
 

@@ -74,7 +74,7 @@ class ModelRepository:
         )
 
     def find_or_first(self, name: str) -> Pipeline:
-        """Return the pipeline that serves the model `name`. If none does, return the first one."""
+        """Return the pipeline that serves the model `name`, or the first model's if none does."""
         return next((own for own in self.pipelines if name in own.model.names), self.first)
 
     async def find_loadable(self, name: str) -> Pipeline:

@@ -123,7 +123,7 @@ def prepare_image(
     buckets: Sequence[ShapeBucket],
     max_pixels: int,
 ) -> ModelInput:
-    """Decode, rotate (EXIF), resize and pad an image, to the smallest input size that holds it.
+    """Decode, rotate (EXIF) and resize an image. Pad it to the smallest bucket that holds it.
 
     Raises:
         ImageError: invalid image.
