@@ -12,8 +12,8 @@ def cell_anchors(config: AnchorConfig, strides: Sequence[int]) -> Tensor:
     """Return the A anchors of one cell of each feature map, relative to the cell's top left corner.
 
     Args:
-        config: sizes, aspect ratios and convention of the anchors. On a pyramid, each level has one
-            of the sizes; a single map has all sizes.
+        config: sizes, aspect ratios and convention (`torchvision`, `detectron2` or `legacy`) of the
+            anchors. Each level of a pyramid has one of the sizes; a single map has all sizes.
         strides: stride in input pixels of each of L maps.
 
     Returns:

@@ -12,8 +12,9 @@ from uuid import uuid4
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a binary file that replaces `path` when the block ends without an exception.
 
-    Within the block, the content is in the file `.NAME.ID.partial` in the same folder. If the block
-    raises an exception, that file is removed and `path` is unchanged.
+    Within the block, the content is in the file `.NAME.ID.partial` in the same folder, where NAME
+    is the start of the name of `path`, and ID is random. If the block raises an exception, the
+    partial file is removed and `path` is unchanged.
 
     Args:
         path: The file to create or replace. Its folder must exist.

@@ -40,7 +40,10 @@ def memory_limit() -> int:
 
 
 def available_cores() -> float:
-    """Return the number of CPU cores that this process may use. cgroup limits can be fractions."""
+    """Return the number of CPU cores that this process may use.
+
+    The number is fractional if a cgroup limits the process to a part of a core's time.
+    """
     limits: list[float] = [len(os.sched_getaffinity(0))]
     for cgroup in _own_cgroups("cpu"):
         with contextlib.suppress(OSError, ValueError):  # missing, or "max"

@@ -118,8 +118,8 @@ def png_from_other_formats(data: bytes) -> bytes:
 
     Raises:
         ImageError: the data are not in one of these formats, or the BMP or TIFF image is damaged,
-            is too small, has over `MAX_PIXELS` pixels, has a pixel type that PNG lacks, or 16-bit
-            colours so low that their high bytes alone would give a dark image.
+            is too small, has over `MAX_PIXELS` pixels, or has a pixel type that PNG lacks. Or it
+            has 16-bit colours with values so low that their high bytes alone would look dark.
     """
     plugin = _check_format(data)
     if plugin is None:

@@ -125,9 +125,10 @@ def find_first_scan(data: bytes) -> int:
 
 
 def _check_scans(data: bytes, position: int, allowed: int) -> None:
-    """Raise `ImageError` if a JPEG has over `allowed` scans, or too many segments after its header.
+    """Raise `ImageError` if a JPEG has over `allowed` scans, or too many marker segments.
 
-    `position` is the index of the first scan's marker in `data`.
+    Only segments after the header count. `position` is the index of the first scan's marker in
+    `data`.
     """
     scans = 0
     for _ in range(_MAX_SEGMENTS):

@@ -170,8 +170,9 @@ def _counts_from_probabilities(
 ) -> NDArray[np.int64]:
     """Paste mask probabilities into an image of `height` x `width` pixels, and threshold them.
 
-    `mask` is [S, S] with its border. `columns` and `rows` are the samples for the covered pixels.
-    Return the result's run lengths in column-major order, zeros first.
+    `mask` is [S, S], including a border of one zero sample on each side. `columns` and `rows` say
+    between which samples each image column and row within the box is interpolated. Return the run
+    lengths of the thresholded mask in column-major order, zeros first.
     """
     # Interpolate without a matrix product, because BLAS would start threads of its own for that.
     low_SW, high_SW = mask[:, columns.low], mask[:, columns.high]
@@ -198,8 +199,8 @@ def _counts_from_probabilities(
 def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Concatenate the flat indices of value changes in consecutive chunks of a mask.
 
-    If a run of ones continues in the next chunk, both chunks contain the index of their border.
-    Drop this index in both.
+    If a run of ones continues in the next chunk, both chunks contain the index at which the run
+    crosses from one chunk to the next. Drop this index from both.
     """
     edges = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
     is_inner = np.zeros(len(edges) + 1, np.bool_)
@@ -210,8 +211,8 @@ def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _AxisSamples:
     """Return the samples along one axis of a mask stretched over pixels `start` to `stop`.
 
-    Both pixels are included. `size` is the number of the image's pixels along the axis, `side` that
-    of the mask's samples, border included.
+    Both pixels are included. Along the axis, the image has `size` pixels. The mask has `side`
+    samples, including one zero sample at each end as its border.
     """
     length = max(stop - start + 1, 1)
     first = max(start, 0)
@@ -224,9 +225,9 @@ def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _Ax
 def _exact_samples(start: float, stop: float, size: int, side: int) -> _AxisSamples:
     """Return the samples along one axis of a mask without rounding the box, as detectron2 does.
 
-    The mask's cells, without the border, span the pixel coordinates `start` to `stop`. `size` is
-    the number of the image's pixels along the axis, `side` that of the mask's samples, border
-    included.
+    Along the axis, the image has `size` pixels. The mask has `side` samples, including one zero
+    sample at each end as its border. Without its border, the mask spans the pixel coordinates
+    `start` to `stop`.
     """
     cell = (stop - start) / (side - 2)
     if cell <= 0:

@@ -127,8 +127,8 @@ def _neighbours(
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
     """Return the source pixels between which each resized pixel is interpolated along an axis.
 
-    The axis has `size` source pixels and `resized` resized ones. The result, three arrays
-    [resized], is the index of the first source pixel, of the second one, and the second's weight.
+    The axis has `size` source pixels and `resized` resized pixels. Return three arrays [resized]:
+    index of the first source pixel, index of the second source pixel, weight of the second.
     """
     # To get torch's values, round as torch does: the scale to float32, and the result of the fused
     # multiply-add once.

@@ -33,7 +33,7 @@ from .program import (
 
 
 def current_target() -> CompileTarget:
-    """Return the compile target of this process and the current GPU."""
+    """Return this process's torch and Python versions and the GPU's compute capability."""
     major, minor = torch.cuda.get_device_capability()
     return CompileTarget(
         torch_version=torch.__version__,
@@ -43,15 +43,15 @@ def current_target() -> CompileTarget:
 
 
 def load_artifact(bundle: Path, artifact: Artifact, device: torch.device) -> Program:
-    """Load the torch program of a bundle's artifact.
+    """Load a torch program from a bundle (folder with an exported model).
 
-    If the bundle has a program that was compiled ahead of time for this environment
-    (`CompileTarget`), load it. Otherwise, load the exported program. On a GPU, the first call of
-    that program compiles it.
+    If the bundle has a program that was compiled ahead of time for this version of torch and Python
+    and this GPU architecture, load the compiled program. Otherwise, load the exported program. On a
+    GPU, the first call of an exported program compiles it.
 
     Args:
         bundle: folder of the bundle.
-        artifact: artifact of kind `torch`.
+        artifact: manifest entry of the program; its kind is `torch`.
         device: the CPU, or a GPU with its index.
 
     Raises:
@@ -80,7 +80,7 @@ def write_compiled_program(
 
     Args:
         path: file of the exported program.
-        precision: precision of the program's artifact.
+        precision: precision in which the program was exported.
         device: device to compile for: a GPU with its index, or the CPU.
         images: shape [2, 3, H, W] of an example batch; H x W is the program's fixed input size.
         dtype: dtype of the images.
@@ -99,7 +99,8 @@ def write_compiled_program(
 def load_compiled_program(path: Path, precision: Precision, device: torch.device) -> Program:
     """Load a program from a file that `write_compiled_program` wrote.
 
-    The file must have been compiled for this environment (`current_target()`).
+    The file must have been written with the same versions of torch and Python, for a GPU of the
+    same compute capability.
     """
     file = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     weights = [weight.to(device) for weight in file["weights"]]

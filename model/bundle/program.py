@@ -74,8 +74,9 @@ def program_from_exported(
 ) -> Program:
     """Make an exported program executable.
 
-    On a GPU, the first call with batch size 1 compiles the program for this batch size, and the
-    first call with a larger batch size for all larger ones. On the CPU, the program is interpreted.
+    On a GPU, the first call with batch size 1 compiles the program for this batch size. The first
+    call with a larger batch size compiles it for all batch sizes above 1. On the CPU, the program
+    is interpreted.
 
     Args:
         exported: result of `load_exported_program` for the device.
@@ -136,9 +137,9 @@ def check_images(path: Path, exported: ExportedProgram, artifact: Artifact) -> N
 
 @contextlib.contextmanager
 def torch_math_mode(precision: Precision) -> Iterator[None]:
-    """Within the block, allow TF32 only for "tf32", and enable cuDNN's benchmark mode.
+    """Within the block, enable cuDNN's benchmark mode, and allow TF32 only for precision "tf32".
 
-    The previous settings are restored afterwards.
+    After the block, the previous settings are restored.
     """
     tf32 = precision == "tf32"
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn

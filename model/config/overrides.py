@@ -17,8 +17,8 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
     """Return nested values with `key.path=value` overrides applied. Each value is parsed as YAML.
 
     Raises:
-        OverrideError: an override is not of the form `key.path=value`, or a part of its key before
-            the last is a value, not a section.
+        OverrideError: an override is not of the form `key.path=value`, or it sets a key such as
+            `a.b` although `a` is a value, not a section.
     """
     result = dict(values)
     for override in overrides:
@@ -39,7 +39,7 @@ def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
     """Return nested values with the value at a dotted key replaced.
 
     Raises:
-        OverrideError: a part of the key before the last is a value, not a section.
+        OverrideError: the key is of a form such as `a.b`, but `a` is a value, not a section.
     """
     first, _, rest = key.partition(".")
     if not rest:

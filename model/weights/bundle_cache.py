@@ -28,14 +28,15 @@ def bundle_from_reference(
 ) -> Path:
     """Return the path of a model's bundle. If necessary, download the model and export it first.
 
-    A bundle is a folder with an exported model. If `reference` is the path of a folder, it is
-    returned unchanged. So is a path that does not exist: reading the bundle then fails.
+    A bundle is a folder with an exported model. If `reference` is the path of a folder, or a path
+    that does not exist, the path is returned unchanged.
 
     Args:
         reference: Folder of a bundle, path or http(s) URL of a checkpoint or of weights of another
             implementation, or name of a published model.
         precisions: Precisions to export, unless `reference` is a bundle.
-        engines: Engines to export beside the ONNX files, as for `maskrcnn export --engine`.
+        engines: TensorRT engines to build beside the ONNX files, as values of the option
+            `--engine` of `maskrcnn export`.
         buckets: Input sizes to export. If it is empty, the model's own input sizes are used.
 
     Raises:

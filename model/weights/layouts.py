@@ -1,4 +1,4 @@
-"""Conversion of tensors to this model's layout: RGB input, background first, a row per class."""
+"""Conversion of weights to this model's layout: RGB input, background as the first class."""
 
 import re
 

@@ -55,7 +55,7 @@ class Weights:
 
     @property
     def settings(self) -> Settings:
-        """All settings of the model and its input. `structure` overrides `assumed`."""
+        """Settings of the model and its input: inferred ones, and assumed ones for other keys."""
         return self.assumed | self.structure
 
     @property
@@ -67,7 +67,9 @@ class Weights:
 def rename_tensors(
     state: Mapping[str, Tensor], origin: WeightsOrigin
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Rename a file's tensors to the names of this program's model. Skip tensors to ignore.
+    """Rename a file's tensors to the names of this program's model.
+
+    Tensors that do not affect detections are left out.
 
     Args:
         state: tensors of the file, by the names that they have in the file.

@@ -1,4 +1,4 @@
-"""Recognition of a weights file's origin, and of its model's architecture."""
+"""Recognition of the program that wrote a weights file, and of its model's architecture."""
 
 import math
 import re
@@ -33,7 +33,7 @@ _SUPPORTED = "resnet18, resnet50 and resnet101 are supported"
 
 
 def read_weights(path: Path, config: Path | None = None) -> Weights:
-    """Read a weights file of any known origin. The origin is recognised by the file's content.
+    """Read a weights file of any supported program, which is recognised by the file's content.
 
     Args:
         path: the weights file.
@@ -41,7 +41,7 @@ def read_weights(path: Path, config: Path | None = None) -> Weights:
             use `config.yaml` in the same folder, if there is one.
 
     Raises:
-        CheckpointError: the file cannot be read, or its origin or model is unknown.
+        CheckpointError: the file cannot be read, or its program or model is not supported.
     """
     content = read_file(path)
     if is_checkpoint(content):

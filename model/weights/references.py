@@ -33,7 +33,7 @@ def read_reference(reference: str | Path, config: Path | None = None) -> Weights
             use `config.yaml` in the same folder, if there is one.
 
     Raises:
-        CheckpointError: the file cannot be read, or its origin or model is unknown.
+        CheckpointError: the file cannot be read, or its program or model is not supported.
         ZooError: the zoo does not have the model, or this program does not support it.
         DownloadError: the download failed, or the file has another checksum.
     """
