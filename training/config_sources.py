@@ -49,8 +49,8 @@ def read_values(
 
     Raises:
         SourceError: A file is missing, is not YAML, or is its own base.
-        OverrideError: An override does not have the form `key.path=value`, or its `key` is a value
-            and not a section.
+        OverrideError: An override does not have the form `key.path=value`, or it sets a key such
+            as `a.b` although `a` is a value, not a section.
     """
     return with_overrides({**_merged(source, Path(), ()), **(sections or {})}, overrides)
 

@@ -111,7 +111,8 @@ class Trainer:
     def _over_ranks(self) -> nn.Module:
         """Return the model, wrapped in DistributedDataParallel if that exchanges the gradients.
 
-        It is not wrapped if there is one rank, or if `_step` sums the gradients over the ranks.
+        It is not wrapped if there is one rank, or if the model is compiled and has no unfrozen
+        batch norm: then `step` itself sums the gradients over the ranks.
         """
         # Ranks must exchange buffers only if there is batch norm, which alone changes buffers.
         buffers = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())

@@ -82,8 +82,8 @@ def _prepared(
 ) -> DatasetConfig:
     """Return the paths of a split's images and COCO file.
 
-    If the annotations must be converted, write them to `folder`, and add the names of entries that
-    cannot be converted to `faults`, by reason.
+    If the annotations must be converted, write the COCO file to `folder`. Entries that cannot be
+    converted are left out, and `faults` gets their names by reason.
     """
     if split.convert is None:
         return split.config

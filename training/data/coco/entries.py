@@ -47,7 +47,8 @@ def index_images(
         entries: Entries of the list.
         folder: Image folder.
         faults: File names by reason, to which the invalid entries are added.
-        repairs: File names by reason, to which entries with a new id or another path are added.
+        repairs: File names by reason, to which entries are added that got a new id, or whose file
+            was found at another path.
     """
     names = {name for entry in entries if isinstance(name := entry.get("file_name"), str)}
     found = find_image_paths(folder, names)

@@ -39,7 +39,7 @@ class LayoutSplit:
 
     @property
     def config(self) -> DatasetConfig:
-        """Paths of the split. `annotations` is a COCO file only if `convert` is None."""
+        """Paths of images and annotations. The annotations may be in a format other than COCO."""
         return DatasetConfig(images=self.images, annotations=self.annotations)
 
     def content(self) -> SourceContent:
@@ -119,7 +119,7 @@ def recognize_layout(path: Path) -> DataLayout:
 
 
 def find_validation_split(path: Path) -> LayoutSplit:
-    """Return a data set's split `val`, else the only one with `val` in its name, else the only one.
+    """Return the split `val`, else the only split with `val` in its name, else the only split.
 
     Raises:
         DataError: The layout is unknown, or several splits match.

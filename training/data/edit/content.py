@@ -60,8 +60,8 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
     If several data sets list the same image file, the merged set has one image with the annotations
-    of all these data sets. Of several annotations of an image with the same category, box and
-    segmentation, the first is kept. The faults of the merged set contain the ids of the others.
+    of all these data sets. If annotations of an image have equal category, box and segmentation,
+    only the first is kept. The faults of the merged set contain the ids of the dropped annotations.
 
     Args:
         sources: Image folder and content of each data set, at least one.

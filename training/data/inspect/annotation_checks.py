@@ -47,7 +47,7 @@ class Suspicion:
 
     @property
     def subject(self) -> str:
-        """Id of the suspicious annotation, or path of the suspicious image file, with `detail`."""
+        """Annotation id, or path of the image file, followed by the attribute `detail` if set."""
         name = str(self.instance.annotation_id if self.instance else self.record.path)
         return f"{name}: {self.detail}" if self.detail else name
 

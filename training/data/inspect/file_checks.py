@@ -76,7 +76,7 @@ def read_headers(records: Sequence[ImageRecord]) -> list[HeaderSize | ImageError
 def misfit_files(
     records: Sequence[ImageRecord], headers: Sequence[HeaderSize | ImageError] | None = None
 ) -> list[Suspicion]:
-    """Find image files whose header cannot be read, or has another size than annotated.
+    """Find image files whose header cannot be read, or states another size than annotated.
 
     `headers` is the result of `read_headers`. None: the headers are read now.
     """
@@ -94,9 +94,10 @@ def misfit_files(
 def rotated_files(
     records: Sequence[ImageRecord], headers: Sequence[HeaderSize | ImageError]
 ) -> list[Suspicion]:
-    """Find image files with an EXIF rotation. Each reason says if training applies the rotation.
+    """Find image files with an EXIF rotation.
 
-    `headers` is the result of `read_headers`.
+    The reason in each result says whether training applies the rotation. `headers` is the result of
+    `read_headers`.
     """
     rotated = []
     for record, header in zip(records, headers, strict=True):

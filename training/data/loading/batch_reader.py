@@ -50,7 +50,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         Args:
             dataset: Data set that contains the images.
             config: Section `data` of the configuration.
-            seed: Seed of random flips and of `Sample.seed`.
+            seed: Seed from which the random flips and the `seed` of each `Sample` are derived.
             training: True: return batches with ground truth, augmented at random. False: return
                 batches of all images, without ground truth and augmentation.
             mask_crop_size: Side in pixels of ground-truth masks cropped to their boxes. None: masks

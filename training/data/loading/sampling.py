@@ -107,9 +107,10 @@ class GlobalBatches:
 def repeat_factors(records: Sequence[ImageRecord], threshold: float | None) -> NDArray[np.float64]:
     """Return the average number of times that an epoch shows each image, [n].
 
-    Without a threshold, this is `ImageRecord.weight`. With a threshold, the weight is multiplied by
-    the repeat factor of Gupta et al. (LVIS, 2019): max(1, sqrt(threshold / f)), where f is the
-    share of images with the rarest of the image's classes.
+    If `threshold` is None, this is the `weight` of the record: 1, or the weight of its data set in
+    `data.extra_train`. Otherwise, the weight is multiplied by the repeat factor of Gupta et al.
+    (LVIS, 2019): max(1, sqrt(threshold / f)), where f is the share of images with the rarest of the
+    image's classes.
     """
     weights = np.array([record.weight for record in records])
     if threshold is None:
