@@ -147,7 +147,7 @@ class HardwareJpegDecoder:
                 self._slots.append(slot)
 
     def _take_slot(self) -> _Slot:
-        """Return a slot whose batch is decoded, or create a slot if all are in use.
+        """Return an nvJPEG state (slot) whose batch is decoded. If all are in use, create one.
 
         The slot is removed from the decoder's list of slots until the caller adds it again.
         """

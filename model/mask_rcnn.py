@@ -1,7 +1,7 @@
 """Mask R-CNN (He et al., 2017) that processes whole batches with fixed tensor shapes.
 
-Detection never synchronises with the GPU, never loops over images, and all shapes are independent
-of the images' content. With the same weights, results equal those of torchvision's
+Detection never synchronises with the GPU and never loops over images. All tensor shapes are
+independent of the images' content. With the same weights, results equal those of torchvision's
 `maskrcnn_resnet50_fpn`, and the parameters have the same names.
 """
 

@@ -45,7 +45,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedies:
-    """Parts of error messages that say what the user can do."""
+    """Advice to the user in the error messages of a download."""
 
     # Remedy if the server does not respond or lacks the file, as in `use a mirror (--mirror)`.
     unreachable: str
@@ -82,7 +82,7 @@ def download_file(
         url: HTTP or HTTPS URL.
         path: File to create in an existing folder.
         checksum: Expected checksum. None: do not check the content.
-        remedies: Parts of the error messages that say what the user can do.
+        remedies: Advice to the user in the error messages.
         size: Expected size in bytes, compared with that on the server. None: unknown.
         policy: Timeouts and retries.
         wait: If another process downloads the file, wait for it. False: raise an error.

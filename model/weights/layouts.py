@@ -59,7 +59,10 @@ def box_rows_for_every_class(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def number_box_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """If the box head begins with convolutions, rename its layer `fc6` to its index in the head."""
+    """If the box head begins with convolutions, rename its layer `fc6` to the layer's index.
+
+    torchvision's `FastRCNNConvFCHead` numbers its layers in this way.
+    """
     convs = sum(bool(re.fullmatch(r"roi_heads\.box_head\.\d+\.0\.weight", n)) for n in tensors)
     if not convs:
         return tensors
