@@ -54,5 +54,5 @@ def _remedy(name: str, known: Sequence[Category]) -> str:
 
 
 def _folded(name: str) -> str:
-    """Return a class name without case and blanks, for comparisons."""
+    """Return a class name case-folded and without blanks, for comparisons."""
     return "".join(name.split()).casefold()

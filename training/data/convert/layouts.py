@@ -186,9 +186,9 @@ def _roboflow_splits(files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
 
 
 def _group_categories(contents: Sequence[Mapping[str, Any]]) -> frozenset[int | str | None]:
-    """Return the ids of categories without annotations that are supercategories of others.
+    """Return the ids of categories that have no annotations and are supercategories of others.
 
-    Roboflow adds such a category with id 0, which is not a class.
+    Roboflow adds such a category with id 0. It is not a class.
     """
     used = {id_from(a.get("category_id")) for c in contents for a in c["annotations"]}
     categories = [category for c in contents for category in c["categories"]]

@@ -1,4 +1,4 @@
-"""Image records in one block of bytes, whose memory data-loading processes share."""
+"""Image records in one block of bytes, which lies in memory shared by data-loading processes."""
 
 import pickle
 from collections.abc import Iterable, Sequence
