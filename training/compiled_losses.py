@@ -108,7 +108,7 @@ class CompiledLosses:
             logger.warning("%s; training goes on without compilation, which is slower", problem)
             self._losses, self._graphs = self._eager, False
             return self._eager(images, image_sizes, targets, seeds)
-        logger.info("compiled in %.0f s", time.perf_counter() - start)
+        logger.info("compiled the training step in %.0f s", time.perf_counter() - start)
         return losses
 
 

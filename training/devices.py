@@ -45,7 +45,8 @@ def number_of_processes(device: Device, processes: int | None) -> int:
     gpus = len(device) if isinstance(device, tuple) else processes or 1
     if processes not in (None, gpus):
         raise ValueError(
-            f"processes={processes} differs from the {gpus} GPUs in device; leave out processes"
+            f"processes={processes} differs from the number of GPUs in device ({gpus}); set "
+            f"processes={gpus}, or do not set it"
         )
     return gpus
 

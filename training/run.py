@@ -41,7 +41,10 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
         TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
     """
     if (count := processes_to_start(config.device, config.processes)) > 1:
-        raise ConfigError(f"training in {count} processes needs the command `maskrcnn train`")
+        raise ConfigError(
+            f"{count} training processes are configured, but run_training() starts none; use the "
+            "command `maskrcnn train` or torchrun"
+        )
     with worker(config.device) as rank:
         checkpoint, metrics = train(config, rank, resume=resume)
     check_expected(config.evaluation, metrics)

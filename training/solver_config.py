@@ -60,10 +60,10 @@ class SolverConfig(FrozenConfig):
         if self.images_per_batch % self.accumulate:
             raise ValueError(
                 f"images_per_batch {self.images_per_batch} is not divisible by accumulate "
-                f"{self.accumulate}"
+                f"{self.accumulate}; change one of the two"
             )
         if list(self.steps) != sorted(set(self.steps)):
-            raise ValueError(f"steps {list(self.steps)} are not in ascending order")
+            raise ValueError(f"steps {list(self.steps)} are not in strictly ascending order")
         return self
 
     def scaled(self) -> "SolverConfig":
@@ -82,7 +82,8 @@ class SolverConfig(FrozenConfig):
         if len(set(steps)) < len(steps):
             raise ValueError(
                 f"steps {list(self.steps)} become {list(steps)} when scaled from "
-                f"{self.scale_from_batch} to {self.images_per_batch} images_per_batch"
+                f"{self.scale_from_batch} to {self.images_per_batch} images_per_batch, but must "
+                "differ; set scale_from_batch=null and a schedule for this batch size"
             )
         scaled = {
             "scale_from_batch": None,

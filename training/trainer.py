@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..model.checkpoint import Checkpoint
 from ..model.losses import LossTerms
 from ..model.mask_rcnn import MaskRCNN
+from ..model.plurals import counted
 from ..model.weights.loading import load_weights
 from .config import ConfigError, TrainConfig
 from .data.loading.batches import Batch
@@ -48,8 +49,8 @@ class GpuMemoryError(Exception):
         if images > 1:
             more = next(n for n in range(2 * passes, share + 1) if share % n == 0)
             remedy = (
-                f"set solver.accumulate={more}, which computes the same step with {share // more} "
-                "per pass, or lower solver.images_per_batch"
+                f"set solver.accumulate={more}, which computes the same step with "
+                f"{counted(share // more, 'image')} per pass, or lower solver.images_per_batch"
             )
         elif config.precision in ("fp32", "tf32"):
             remedy = "set precision=bf16, or lower data.min_size and data.max_size"

@@ -44,7 +44,7 @@ REFUSED = {
     "solver.base_lr=fast": "solver.base_lr is 'fast'; allowed: number, > 0",
     "solver.base_lr=-1": "solver.base_lr is -1; allowed: number, > 0",
     "solver.max_iterations=1.5": "solver.max_iterations is 1.5; allowed: whole number, >= 1",
-    "solver.steps=[4, 2]": "solver: steps [4, 2] are not in ascending order",
+    "solver.steps=[4, 2]": "solver: steps [4, 2] are not in strictly ascending order",
     "solver.steps=4": "solver.steps is 4; allowed: list of whole numbers",
     "solver.steps=[1, x]": "solver.steps.1 is 'x'; allowed for solver.steps: list of whole numbers",
     "solver.accumulate=3": "solver: images_per_batch 4 is not divisible by accumulate 3",

@@ -170,9 +170,9 @@ def test_gradients_are_clipped(tiny: LoadTiny) -> None:
 @pytest.mark.parametrize(
     ("overrides", "remedy"),
     [
-        (("solver.images_per_batch=12",), r"pass: 12, .*solver\.accumulate=2,.* 6 per"),
-        (("solver.images_per_batch=9",), r"solver\.accumulate=3,.* 3 per"),
-        (("solver.accumulate=2",), r"solver\.accumulate=4,.* 1 per"),
+        (("solver.images_per_batch=12",), r"pass: 12, .*solver\.accumulate=2,.* 6 images per"),
+        (("solver.images_per_batch=9",), r"solver\.accumulate=3,.* 3 images per"),
+        (("solver.accumulate=2",), r"solver\.accumulate=4,.* 1 image per"),
         (("solver.accumulate=4",), "precision=bf16"),
         (
             ("solver.accumulate=4", "precision=bf16"),

@@ -116,7 +116,11 @@ def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
         thresholds = [DEFAULT_THRESHOLD] * len(dataset.categories)
         images = matched_images(dataset, results)
         drawn = draw_worst_images(images, dataset.categories, thresholds, worst)
-        click.echo(f"validation images with the most errors: {worst if drawn else 'no errors'}")
+        click.echo(
+            f"validation images with the most errors: {worst}"
+            if drawn
+            else "no validation image has an error"
+        )
     click.echo("next:")
     for command in next_commands(checkpoint, (config.data.val or config.data.train).images):
         click.echo(f"  {command}")

@@ -241,12 +241,14 @@ def _categories_from(
         if id_ is None:
             raise DataError(f"{name} has a category without an integer id: {entry}")
         if not isinstance(title, str):
-            raise DataError(f"{name} has a category whose name is missing or no string: {entry}")
+            raise DataError(f"{name} has a category whose name is missing or not a string: {entry}")
         if id_ in names:
-            raise DataError(f"{name} has two categories with id {id_}")
+            raise DataError(
+                f"{name} has two categories with id {id_}; give each category a different id"
+            )
         names[id_] = title
     if not names:
-        raise DataError(f"{name} has no categories")
+        raise DataError(f"{name} has no categories; add the classes to its array 'categories'")
     frequency = Counter(names.values())
     for title, count in frequency.items():
         if count > 1:

@@ -34,9 +34,11 @@ def read_label_map(path: Path, modes: Collection[str]) -> NDArray[np.int64]:
         with Image.open(path, formats=["PNG"]) as image:
             mode, pixels = image.mode, np.asarray(image)
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist") from None
+        raise DataError(f"{path} does not exist; restore the original file") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} is not a readable PNG file: {error}") from None
+        raise DataError(
+            f"{path} is not a readable PNG file: {error}; restore the original file"
+        ) from None
     if mode not in modes:
         raise DataError(
             f"{path} has pixels of format {mode}, not {' or '.join(sorted(modes))}: it is not a "

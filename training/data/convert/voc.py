@@ -81,7 +81,9 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
         read_label_map(path, ("P", "L")) for path in (object_path, class_path)
     )
     if objects_HW.shape != classes_HW.shape:
-        raise DataError(f"{object_path} and {class_path} have different sizes")
+        raise DataError(
+            f"the images {object_path} and {class_path} differ in size; restore the original files"
+        )
     pairs = np.bincount((objects_HW * _VALUES + classes_HW).ravel(), minlength=_VALUES**2)
     votes = pairs.reshape(_VALUES, _VALUES)[:_VOID, 1 : len(CATEGORIES) + 1]
     objects = {
@@ -123,7 +125,10 @@ def _boxes_from(path: Path) -> list[_AnnotatedBox]:
         root = ElementTree.fromstring(path.read_bytes(), parser)
         return [_box_from(element) for element in root.iter("object")]
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist") from None
+        raise DataError(
+            f"{path} does not exist, although ImageSets/Segmentation lists its image; restore the "
+            "original file"
+        ) from None
     except (ElementTree.ParseError, ValueError, LookupError) as error:
         raise DataError(f"{path} is not a VOC annotation file: {error}") from None
 

@@ -84,7 +84,7 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
             "text files that list images, relative to the folder of this file"
         )
     if missing:
-        logger.warning("%s: no images found for %s", file, missing_text)
+        logger.warning("%s: no images found for %s; left out this split", file, missing_text)
     return {name: images for name, images in found.items() if name not in missing}
 
 
@@ -131,7 +131,7 @@ def _warn_of_shared_images(file: Path, splits: Mapping[str, SourceSplit]) -> Non
         if shared := sorted({*one.sources}.intersection(other.sources)):
             first = relative_name(shared[0], file.parent)
             text = f"{name} and {other_name} share {counted(len(shared), 'image')}, such as {first}"
-            logger.warning("%s: %s", file, text)
+            logger.warning("%s: %s; remove shared images from one of the splits", file, text)
 
 
 def _is_yolo(path: Path) -> bool:

@@ -94,7 +94,10 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
                     skipped.append(str(error))
         bucket = self._config.buckets[plan.bucket]
         if self._training and len(samples) < len(plan.indices):
-            return DataError(f"no training image for inputs of {bucket} can be read: {skipped[0]}")
+            return DataError(
+                f"none of the training images with input size {bucket} can be read; first error: "
+                f"{skipped[0]}"
+            )
         return batch_from_samples(
             samples,
             bucket,

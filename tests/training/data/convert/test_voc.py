@@ -139,7 +139,7 @@ def test_missing_coloured_and_unlike_label_maps_are_named(tmp_path: Path) -> Non
     with pytest.raises(DataError, match=r"2007_000032\.png .*RGB, not L or P"):
         write_coco_files(voc(tmp_path), tmp_path / "coco")
     write_label_map(path, np.zeros((HEIGHT, WIDTH + 1)))
-    with pytest.raises(DataError, match=r"SegmentationClass.* sizes"):
+    with pytest.raises(DataError, match=r"SegmentationClass.* differ in size"):
         write_coco_files(voc(tmp_path), tmp_path / "coco")
     path.unlink()
     with pytest.raises(DataError, match=r"SegmentationClass.*\.png does not exist"):

@@ -128,7 +128,7 @@ def test_a_bucket_without_a_readable_image_is_an_error(tmp_path: Path) -> None:
     dataset_config = write_folder(tmp_path, valid_content())
     (tmp_path / "2.png").write_bytes(b"no image")
     config = make_config(dataset_config)
-    with pytest.raises(DataError, match=r"no training image for inputs of .*2\.png"):
+    with pytest.raises(DataError, match=r"none of the training images with input size .*2\.png"):
         list(train_loader(CocoDataset(dataset_config), config))
     ids = [i for b in eval_loader(CocoDataset(dataset_config), config) for i in b.image_ids]
     assert sorted(ids) == [5, 8, 9, 11]
