@@ -62,7 +62,7 @@ def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor |
 def _decode_with_torchvision(
     files: Sequence[Tensor], device: torch.device
 ) -> list[Tensor | ImageError]:
-    """Decode plain JPEGs with torchvision. On a GPU, wait for the current stream first."""
+    """Decode grey or YCbCr JPEGs with torchvision. On a GPU, wait for the current stream first."""
     if not files:
         return []
     if device.type == "cuda":

@@ -197,7 +197,7 @@ def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
 
 
 def _excess_bits(image: ImageFile) -> int:
-    """Return the number of low bits to drop from a loaded 16-bit image.
+    """Return the number of low bits to drop to reduce a loaded 16-bit image to 8 bits.
 
     0: the values fit in 8 bits, or Pillow has dropped the low bits already.
 

@@ -85,7 +85,7 @@ def resize_image(
 
 
 def pad_to_bucket(image: NDArray[Any], bucket: ShapeBucket) -> NDArray[Any]:
-    """Pad an image [H, W, 3] with zeros at the right and bottom to the size of a bucket.
+    """Pad an image [H, W, 3] with zeros at the right and bottom to a bucket (input size).
 
     Returns:
         [3, bucket.height, bucket.width].

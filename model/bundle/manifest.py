@@ -1,4 +1,4 @@
-"""Manifest of a bundle: its artifacts, preprocessing and categories. Needs no torch."""
+"""Manifest of a bundle (exported model): files, preprocessing, categories. Needs no torch."""
 
 import hashlib
 import platform
@@ -225,7 +225,7 @@ class Manifest(_Record):
     def artifacts_for(
         self, precision: Precision, kind: ArtifactKind = "onnx"
     ) -> tuple[Artifact, ...]:
-        """Return the artifacts with a precision and an artifact kind, one per shape bucket.
+        """Return the artifacts of a precision and a kind, one per shape bucket (input size).
 
         Raises:
             BundleError: the bundle holds no such artifact.
@@ -263,7 +263,7 @@ def write_manifest(bundle: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(bundle: Path) -> Manifest:
-    """Read and validate a bundle's manifest, without checking the hashes of its artifacts.
+    """Read and validate the manifest of a bundle (exported model). Do not check file hashes.
 
     Raises:
         BundleError: the manifest is missing, unreadable, invalid, or has an unsupported version.
@@ -290,7 +290,7 @@ def read_manifest(bundle: Path) -> Manifest:
 
 
 def verified_path(bundle: Path, file: Artifact | CompiledProgram) -> Path:
-    """Return the path of a file of the bundle after checking its SHA-256.
+    """Return the path of a file in a bundle (exported model) after checking its SHA-256.
 
     Raises:
         BundleError: the file is missing or its SHA-256 differs.
