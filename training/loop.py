@@ -93,8 +93,8 @@ class TrainingLoop:
 
         Raises:
             DataError: An image is unreadable and `data.on_broken` is "refuse", or all images of a
-                shape bucket are unreadable. If there is only one rank, a checkpoint is written
-                before the error is raised.
+                shape bucket (input size) are unreadable. If there is only one rank, a checkpoint is
+                written before the error is raised.
             DivergenceError: A loss or a weight is not finite.
             TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
         """

@@ -72,7 +72,7 @@ def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, Dataset
 
 
 def annotation_files(folder: Path) -> list[Path]:
-    """Return a data set's files `annotations/instances_*.json`, else all `annotations/*.json`."""
+    """Return the files `annotations/instances_*.json`, or else all `annotations/*.json`."""
     files = sorted((folder / "annotations").glob("[!.]*.json"))
     # In this folder, COCO also has files with captions and keypoints. Ignore all other files if
     # there are instances files.

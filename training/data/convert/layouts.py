@@ -26,7 +26,7 @@ _SAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class LayoutSplit:
-    """Split of a recognised data set."""
+    """Split of a data set whose layout was recognised."""
 
     images: Path
     # COCO file, or the folder or YAML file of another format.

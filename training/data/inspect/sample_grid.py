@@ -58,8 +58,8 @@ def choose_samples(
 ) -> list[GridSample]:
     """Choose sample images: up to half of them suspicious images, the others random images.
 
-    Suspicious images are taken from each reason in turn, so that images with rare reasons appear
-    too.
+    Suspicious images are chosen round-robin over the reasons for suspicion, so that images with
+    rare reasons appear too.
 
     Args:
         datasets: Splits of a data set.
@@ -85,7 +85,8 @@ def choose_samples(
 def draw_samples(samples: Sequence[GridSample], path: Path) -> None:
     """Draw images with masks, boxes and class names as a grid into a PNG file.
 
-    A suspicious annotation has a red box, and its reason is in the title. Crowds have dashed boxes.
+    A suspicious annotation has a red box, and the title of the image states the reason. Crowds have
+    dashed boxes.
 
     Args:
         samples: Images to draw, at least one.

@@ -27,8 +27,8 @@ from .sampling import BatchPlan, repeat_factors
 class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     """PyTorch `Dataset` whose index is a `BatchPlan` and whose items are batches.
 
-    If `data.on_broken` is "skip", an unreadable image is replaced by the next image of its shape
-    bucket in training, and omitted in evaluation.
+    If `data.on_broken` is "skip", an unreadable image is omitted in evaluation. In training, it is
+    replaced by the next image of the same shape bucket (input size).
 
     Attributes:
         records: Images that `BatchPlan.indices` refers to.
@@ -163,7 +163,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     def _transformed(
         self, augmentation: Augmentation, index: int, seed: int, *, flip: bool
     ) -> Sample:
-        """Return an augmented sample, cropped to its shape bucket. Masks cover the whole image."""
+        """Return an augmented sample, cropped to its input size. Masks cover the whole image."""
         record = self.records[index]
         min_size = augmentation.min_size(self._config.min_size)
         size = augmentation.input_size(self._input_size(record, min_size))

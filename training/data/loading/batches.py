@@ -1,4 +1,4 @@
-"""Batches of images with their ground truth, padded to one shape bucket."""
+"""Batches of images with their ground truth, padded to one input size (shape bucket)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -135,7 +135,7 @@ def batch_from_samples(
     mask_crop_size: int | None = None,
     skipped: Sequence[str] = (),
 ) -> Batch | EncodedBatch:
-    """Pad samples to the size of a shape bucket and stack them.
+    """Pad samples to a shape bucket (input size) and stack them.
 
     Args:
         samples: Samples no larger than the bucket. An empty sequence gives an empty batch.

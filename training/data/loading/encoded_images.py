@@ -34,8 +34,8 @@ def encoded_image(
 
     Returns:
         The content of the file with `size`, `resize` and `flip`. None: the device cannot decode the
-            file, because it is unreadable, not a plain JPEG, has an EXIF rotation, or does not have
-            the annotated size.
+            file, because it is unreadable or damaged, is not a grey or YCbCr JPEG, has an EXIF
+            rotation, or does not have the annotated size.
     """
     try:
         data = record.path.read_bytes()

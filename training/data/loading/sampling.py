@@ -33,9 +33,9 @@ class BatchPlan(NamedTuple):
 class GlobalBatches:
     """Sequence of global batches (images of all ranks), one per iteration.
 
-    All images of a batch have the same shape bucket.
+    All images of a batch have the same shape bucket (input size).
 
-    In each epoch, every image occurs once in random order, or `factors` times on average. The last
+    In each epoch, every image occurs once, or `factors` times on average, in random order. The last
     batch of a bucket is filled up with the first images of the bucket's random order. The order of
     the batches is random.
     """
@@ -84,7 +84,7 @@ class GlobalBatches:
         return [batches[i] for i in rng.permutation(len(batches))]
 
     def _size_of(self, bucket: int) -> int:
-        """Return the number of images of a bucket in an epoch, with repetitions."""
+        """Return the number of images of a bucket (input size) in an epoch, with repetitions."""
         members = self._buckets == bucket
         if self._factors is None:
             return int(members.sum())
@@ -162,7 +162,7 @@ def eval_plans(
     """Return one rank's evaluation batches. Each image is in a batch of exactly one rank.
 
     Args:
-        buckets: Index of each image's shape bucket.
+        buckets: Index of each image's shape bucket (input size).
         images_per_batch: Images per batch. The last batch of a bucket may have fewer.
         rank: Rank of this process.
         world_size: Number of ranks.
