@@ -98,7 +98,7 @@ class MaskRCNN(nn.Module):
         return LossTerms(sums, counts.float())
 
     def _features(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
-        """Return the backbone's feature maps, finest first, of images that are not normalised."""
+        """Normalise images, and return the backbone's feature maps, finest first."""
         return self.backbone.stages(self.stem(images, image_sizes))
 
     def stem(self, images: Tensor, image_sizes: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Numbers with nouns in messages."""
+"""Formatting of numbers with singular or plural nouns, for messages."""
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Targets(NamedTuple):
-    """Ground-truth instances of B images, each padded to G, the largest number in an image."""
+    """Ground-truth instances of B images, padded to G per image, the largest number in a batch."""
 
     # [B, G, 4] float32, xyxy in input pixels.
     boxes: Tensor

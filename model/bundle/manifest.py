@@ -128,7 +128,7 @@ class CompileTarget(_Record):
 
 
 class CompiledProgram(_Record):
-    """File of a program that torch compiled ahead of time for one target."""
+    """File of a program that torch compiled ahead of time for one GPU architecture."""
 
     path: str
     sha256: str
@@ -247,7 +247,7 @@ class Manifest(_Record):
 
 
 def current_platform() -> str:
-    """Return operating system and machine, such as `linux-x86_64`."""
+    """Return operating system and CPU architecture, such as `linux-x86_64`."""
     return f"{platform.system()}-{platform.machine()}".lower()
 
 

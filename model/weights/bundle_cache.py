@@ -1,4 +1,4 @@
-"""Bundles (exported models) for models given by path, URL or name, in a cache. Needs no torch."""
+"""Cache of bundles (exported models) of models given by path, URL or name. Needs no torch."""
 
 import re
 import subprocess
