@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Targets(NamedTuple):
-    """Ground-truth instances of B images, padded to G per image, the largest number in a batch."""
+    """Ground truth of B images, padded to G instances per image (the maximum in the batch)."""
 
     # [B, G, 4] float32, xyxy in input pixels.
     boxes: Tensor
