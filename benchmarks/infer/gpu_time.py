@@ -167,8 +167,8 @@ def mean_milliseconds_by_stage(activities: Sequence[GpuActivity], batches: int) 
     count, rest = divmod(len(activities), batches)
     if rest or not count:
         raise ValueError(
-            f"the profiler recorded {len(activities)} GPU kernels in {batches} batches, which "
-            "cannot be the same number in each batch; run the measurement again"
+            f"the profiler recorded {len(activities)} GPU kernels in {batches} equal batches, but "
+            f"the number of kernels must be a multiple of {batches}; run the measurement again"
         )
     times = [
         milliseconds_by_stage(activities[i : i + count]) for i in range(0, len(activities), count)

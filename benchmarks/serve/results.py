@@ -106,7 +106,8 @@ def result_from_logs(
     if not answered or not completed:
         statuses = f" with detections, only with {', '.join(refused)}" if refused else ""
         raise NoAnswerError(
-            f"no request was answered{statuses} within {seconds:g} s; measure longer with --seconds"
+            f"the server answered no request{statuses} within {seconds:g} s; measure longer with "
+            "--seconds"
         )
     *stages_us, mean_batch_size = np.mean([r.timing for r in answered], axis=0).tolist()
     decode, queue, infer, encode = (us / 1000 for us in stages_us)

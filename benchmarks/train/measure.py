@@ -37,7 +37,9 @@ def measure_training(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if settings.with_average_precision and config.data.val is None:
-        raise ConfigError("--evaluate needs data.val; set it, or leave out --evaluate")
+        raise ConfigError(
+            "--evaluate needs a validation set; set data.val, or leave out --evaluate"
+        )
     if "torchvision" in settings.peers and processes > 1:
         raise ConfigError(
             f"torchvision's model can be trained by one process only, but this run has {processes} "

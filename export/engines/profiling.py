@@ -41,7 +41,7 @@ def profile_layers(trt: Any, engine: Any, batch: int, runs: int) -> dict[str, fl
         with errors_of(trt) as errors:
             if not call(*arguments):
                 reason = errors[0] if errors else "no error was logged"
-                raise EngineError(f"cannot profile the engine: {reason}")
+                raise EngineError(f"TensorRT failed to profile the engine: {reason}")
 
     check(context.set_optimization_profile_async, number, stream.cuda_stream)
     for name in INPUT_NAMES:

@@ -83,7 +83,8 @@ class BatchProfile(_Record):
     def _check_order(self) -> "BatchProfile":
         if not self.min <= self.opt <= self.max:
             raise ValueError(
-                f"a profile needs min <= opt <= max, not {self.min}, {self.opt} and {self.max}"
+                "the batch sizes of an optimization profile must be min <= opt <= max, not "
+                f"{self.min}, {self.opt} and {self.max}"
             )
         return self
 
@@ -207,8 +208,9 @@ class Manifest(_Record):
         for artifact in self.artifacts:
             if not self.preprocessing.fits(artifact.bucket):
                 raise ValueError(
-                    f"artifact {artifact.path!r}: no resized image fits its bucket "
-                    f"{artifact.bucket}; preprocessing has min_size {shorter} and max_size {longer}"
+                    f"artifact {artifact.path!r}: no image fits the input size {artifact.bucket} "
+                    f"(bucket) after resizing with preprocessing.min_size {shorter} and "
+                    f"preprocessing.max_size {longer}"
                 )
         return self
 

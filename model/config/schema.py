@@ -189,7 +189,7 @@ class ModelConfig(FrozenConfig):
             )
         if backbone.features == "c4" and (self.roi.box_head_convs or self.roi.head_norm != "none"):
             raise ValueError(
-                "backbone.features=c4 uses the fifth stage as its head; remove "
+                "backbone.features=c4 uses the fifth stage of the ResNet as box head; remove "
                 "roi.box_head_convs and roi.head_norm"
             )
         return self

@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in names:
                     raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value} comes twice", problem_mark=key.start_mark
+                        problem=f"the key {key.value} occurs twice", problem_mark=key.start_mark
                     )
                 names.add(key.value)
         return node

@@ -179,7 +179,7 @@ def check_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     if surplus:
         raise WeightsError(
             "the weights contain tensors that the configured model does not have: "
-            f"{abbreviated(surplus)}; override the settings that differ"
+            f"{abbreviated(surplus)}; set the differing settings with KEY=VALUE"
         )
     check_shapes(tensors, expected)
 
@@ -194,7 +194,7 @@ def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         if name in tensors and tensors[name].shape != tensor.shape:
             raise WeightsError(
                 f"tensor {name} has shape {list(tensors[name].shape)}, but the configuration needs "
-                f"{list(tensor.shape)}; override the differing setting, as in "
+                f"{list(tensor.shape)}; set the differing setting with KEY=VALUE, as in "
                 "anchors.sizes=[32,64,128,256,512]"
             )
 

@@ -164,7 +164,8 @@ def _check_conventions(source: str | Path, weights: Weights, config: ModelConfig
     if conflicts:
         settings = shlex.join(f"model.{k}={text_from_value(v)}" for k, v in conflicts.items())
         raise WeightsError(
-            f"weights: {source} of {weights.origin} was trained with other settings; set {settings}"
+            f"weights: {source} of {weights.origin} was trained with other settings than those of "
+            f"the configuration; set {settings}"
         )
 
 

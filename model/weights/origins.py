@@ -92,8 +92,8 @@ def rename_tensors(
             unknown.append(name)
         elif ours in tensors and not torch.equal(tensors[ours], tensor):
             raise WeightsError(
-                f"tensor {name} and another tensor of the file stand for the same tensor {ours} of "
-                "this program's model, but their values differ; models whose heads do not share "
+                f"tensor {name} has other values than another tensor of the file, although both "
+                f"become tensor {ours} of this program's model; models whose heads do not share "
                 "this tensor are not supported"
             )
         else:

@@ -201,8 +201,8 @@ pyramid_roi_align.register_autograd(_backward, setup_context=_setup_context)
 def _check_levels(features: Sequence[Tensor], spatial_scales: Sequence[float]) -> None:
     if not 1 <= len(features) == len(spatial_scales) <= MAX_LEVELS:
         raise ValueError(
-            f"{len(features)} feature maps need one spatial scale each, not {len(spatial_scales)}; "
-            f"1 to {MAX_LEVELS} maps are supported"
+            f"spatial_scales must have one value per feature map: {len(features)}, not "
+            f"{len(spatial_scales)}; 1 to {MAX_LEVELS} feature maps are supported"
         )
 
 
@@ -219,7 +219,8 @@ def _check_features(features: Sequence[Tensor]) -> None:
     for feature in features:
         if feature.dtype != first.dtype or feature.shape[:2] != first.shape[:2]:
             raise ValueError(
-                f"features must have equal type, batch and channels, not {feature.dtype} "
+                "feature maps must have the same dtype, batch size and channels, not "
+                f"{feature.dtype} "
                 f"{list(feature.shape)} and {first.dtype} {list(first.shape)}"
             )
         if feature.shape[1:].numel() >= 2**31:

@@ -69,8 +69,8 @@ def _checked_sizes(
     """Check the arguments, and return height and width of each resized image."""
     if len(sizes) != 2 * len(images):
         raise ValueError(
-            f"resize_pad needs two sizes per image (height, width), not {len(sizes)} sizes for "
-            f"{len(images)} images"
+            "resize_pad needs two numbers in `sizes` per image (height and width), not "
+            f"{len(sizes)} numbers for {len(images)} images"
         )
     pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
     for image, size in zip(images, pairs, strict=True):

@@ -70,7 +70,7 @@ def _describe_pooled(
     *features, rois = inputs
     if len(spatial_scales) != len(features):
         raise ValueError(
-            f"{len(features)} feature maps need one of spatial_scales each, not "
+            f"spatial_scales must have one value per feature map: {len(features)}, not "
             f"{len(spatial_scales)}"
         )
     batch, count, _ = rois.shape_expr

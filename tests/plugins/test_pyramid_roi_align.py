@@ -206,7 +206,7 @@ def test_undefined_and_too_large_rois_pool_zeros(ratio: int, device: str) -> Non
 )
 def test_scales_that_are_not_a_pyramid_are_rejected(scales: tuple[float, ...], device: str) -> None:
     features, rois = [f.to(device) for f in pyramid(1)[:2]], torch.zeros(1, 1, 4, device=device)
-    with pytest.raises(ValueError, match=r"one spatial scale each, not 4|must be powers of two, "):
+    with pytest.raises(ValueError, match=r"one value per .*, not 4|must be powers of two, "):
         pyramid_roi_align(features, rois, SIDE, 2, scales, *attributes(4, DEFAULT)[3:])
 
 

@@ -68,7 +68,7 @@ BLACK = torch.zeros(3, 4, 5, dtype=torch.uint8)
 
 @pytest.mark.parametrize(
     ("image", "sizes", "message"),
-    [(BLACK, [4], "two sizes per image"), (BLACK.float(), [4, 5], "torch.uint8"),
+    [(BLACK, [4], "two numbers in `sizes` per image"), (BLACK.float(), [4, 5], "torch.uint8"),
      (BLACK[:1], [4, 5], r"shape \[3, \*, \*\]"), (BLACK, [0, 0], "resized to 0x0"),
      (BLACK, [4, WIDTH + 1], "resized to 4x201")],
 )  # fmt: skip

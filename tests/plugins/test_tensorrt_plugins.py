@@ -213,9 +213,9 @@ def test_missing_scales_and_too_many_boxes_are_rejected(
 ) -> None:
     builder = builder_of("PyramidRoIAlign", {**POOLING, "spatial_scales": [0.25, 0.125]})
     plugin_errors()
-    with pytest.raises(ValueError, match="4 feature maps need one of spatial_scales each, not 2"):
+    with pytest.raises(ValueError, match="one value per feature map: 4, not 2"):
         builder.output([trt.float32] * 5, [*MAPS, ROIS])
-    assert plugin_errors() == ["4 feature maps need one of spatial_scales each, not 2"]
+    assert plugin_errors() == ["spatial_scales must have one value per feature map: 4, not 2"]
     assert plugin_errors() == []
     builder = builder_of("NmsKeep", NMS)
     types, shapes = (trt.float32, trt.int64), [(1, 20000, 4), (1, 20000)]

@@ -101,12 +101,12 @@ def test_errors_of_plugins_are_reported(tmp_path: Path) -> None:
     """TensorRT prints them, and then fails without a reason."""
 
     def describe() -> None:
-        raise ValueError("4 feature maps need one of spatial_scales each, not 2")
+        raise ValueError("spatial_scales must have one value per feature map: 4, not 2")
 
     with pytest.raises(ValueError, match="spatial_scales"):
         _signed(describe, {}, None)()
     builder = builder_for("tensorrt", EngineOptions(), BuildLog(tmp_path / "build.log"))
-    assert "cannot build x.plan: 4 feature maps need" in builder._builder_error("x.plan")
+    assert "cannot build x.plan: spatial_scales must have" in builder._builder_error("x.plan")
     message = builder._builder_error("x.plan")
     assert f"it gives no reason; the build log is {tmp_path}" in message
 

@@ -50,7 +50,7 @@ def test_exported_model_names_are_valid(write: Write) -> None:
 
 def test_buckets_too_small_for_any_image_are_rejected(bundle: Path, write: Write) -> None:
     preprocessing = read_manifest(bundle).preprocessing.model_dump()
-    facts = r"'model-fp32-96x160.onnx'.* 96x160; .*min_size 800 .*max_size 1333"
+    facts = r"'model-fp32-96x160.onnx'.* 96x160 .*min_size 800 .*max_size 1333"
     with pytest.raises(BundleError, match=facts):
         read_manifest(write(preprocessing=preprocessing | {"min_size": 800, "max_size": 1333}))
 

@@ -31,7 +31,7 @@ def test_overrides_replace_single_values() -> None:
         ("roi.aligned", "'roi.aligned' is not of the form key.path=value"),
         ("=1", "'=1' is not of the form key.path=value"),
         ("a=[", "'a=[' is not YAML"),
-        ("a={b: 1, b: 2}", "the key b comes twice"),
+        ("a={b: 1, b: 2}", "the key b occurs twice"),
         ("a=2026-13-45", "invalid timestamp"),
         ("num_classes.a=1", "num_classes is a value, not a section"),
     ],

@@ -103,7 +103,7 @@ def test_each_setting_from_each_source(tmp_path: Path) -> None:
         ("null: 2", "unknown key None"),
         ("2026-11-22: 2", "unknown key 2026-11-22; allowed here: host, port"),
         ("host.name: a", "unknown key host.name"),
-        ("port: 1\nport: 2", "the key port comes twice"),
+        ("port: 1\nport: 2", "the key port occurs twice"),
         ("port: true", "port is True; allowed: whole number, >= 0, <= 65535"),
         ("hang_timeout_s: true", "hang_timeout_s is True; allowed: number, > 0, <= 86400"),
         ("preferred_batch: [4, true]", "True; allowed for preferred_batch: list of whole numbers"),
