@@ -219,7 +219,7 @@ def _check_features(features: Sequence[Tensor]) -> None:
     for feature in features:
         if feature.dtype != first.dtype or feature.shape[:2] != first.shape[:2]:
             raise ValueError(
-                "feature maps must have the same dtype, batch size and channels, not "
+                "features must have the same dtype, batch size and number of channels, not "
                 f"{feature.dtype} "
                 f"{list(feature.shape)} and {first.dtype} {list(first.shape)}"
             )
