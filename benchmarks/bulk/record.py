@@ -12,20 +12,30 @@ if TYPE_CHECKING:
 # Goal on a GPU: minimum of `BulkResult.share`.
 _GOAL = 0.7
 
+_IMAGES_NOTE = """\
+Images are {images}. All images of a batch are for the same input size. All steps run concurrently,
+each on another batch, and the clock starts when all steps are busy.
+"""
 _THROUGHPUT_NOTE = """\
-Images are {images}. "images/s" is measured from files in host memory to detections with COCO RLE
-masks in host memory. Batches have one input size. All steps run concurrently, each on another
-batch, and the clock starts when all steps are busy. "engine" is the throughput of the model step
-alone, with batches of the same size queued back to back, and "share" is "images/s" divided by it.
-"boxes" is the mean number of detections per image, each with a mask to encode.
+"images/s" is the throughput from files in host memory to detections with COCO RLE masks in host
+memory. "engine" is the throughput of the model step alone, also in images/s, with batches of the
+same size queued back to back. "share" is "images/s" divided by "engine". "boxes" is the mean number
+of detections per image, each with a mask to encode.
 """
 _STEPS_NOTE = """\
-Each step is measured alone, until its work is complete. In bulk prediction the steps overlap, so
-their sum exceeds the time of a batch. On a GPU, "read" decodes on the CPU the images that the GPU
-decoder does not support, "decode" decodes the others on the GPU, "pad" resizes and pads, "paste"
-scales the boxes, pastes the masks, encodes them as COCO RLE and copies the result to the host, and
-"select" selects the requested outputs. On a CPU, "decode" is decoding, resizing and padding on one
-core, and "encode" is everything after the model.
+In the table of steps, each processing step of a batch is measured alone, until its work is
+complete. In bulk prediction the steps run concurrently, so the sum of the step times exceeds the
+time per batch.
+"""
+_GPU_STEPS_NOTE = """\
+On a GPU, bulk prediction has these steps besides the model: "read" decodes on the CPU the images
+that the GPU decoder does not support. "decode" decodes the other images on the GPU. "pad" resizes
+and pads. "paste" scales the boxes, pastes the masks, encodes them as COCO RLE and copies the result
+to the host. "select" selects the requested outputs.
+"""
+_CPU_STEPS_NOTE = """\
+On a CPU, bulk prediction has two steps besides the model: "decode" decodes, resizes and pads on one
+core, and "encode" is all work after the model.
 """
 
 
@@ -70,7 +80,12 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
             alt="Time of an image by step", plots=[lambda axes: _plot_steps(axes, results)]
         ),
         goals=bulk_goals(results),
-        notes=[_THROUGHPUT_NOTE.format(images=images), _STEPS_NOTE],
+        notes=[
+            _IMAGES_NOTE.format(images=images),
+            _THROUGHPUT_NOTE,
+            _STEPS_NOTE,
+            _GPU_STEPS_NOTE if first.device == "cuda" else _CPU_STEPS_NOTE,
+        ],
         on_gpu=first.device == "cuda",
     )
 

@@ -25,9 +25,9 @@ _SHORT, _LONG = 480, 640
 _NOISE = 18.0
 
 PHOTO_LIKE = (
-    f"{_LANDSCAPES + _PORTRAITS} generated JPEGs of about 150 kB, the mean of COCO: {_LANDSCAPES} "
-    f"of {_SHORT}x{_LONG} pixels (height x width) and {_PORTRAITS} of {_LONG}x{_SHORT}, without "
-    "those that fit none of the model's input sizes"
+    f"{_LANDSCAPES + _PORTRAITS} generated JPEGs of about 150 kB each, the mean file size in "
+    f"COCO: {_LANDSCAPES} of {_SHORT}x{_LONG} pixels (height x width) and {_PORTRAITS} of "
+    f"{_LONG}x{_SHORT}. Images that fit none of the model's input sizes are left out"
 )
 
 

@@ -39,36 +39,37 @@ _LATENCY_GOALS = (5, 3)
 _MEMORY_GOAL = 6
 
 _METHOD_NOTE = """\
-Every engine has a process of its own in each precision, is loaded once for the largest batch, and
-is measured in ascending order of batch sizes. Latencies are of a batch, in ms; each batch starts
-when the previous one is complete. "images/s" is measured afterwards, with as many batches queued
-back to back and one wait at the end. "data" is the memory that holds images before and detections
-after a batch. If it is the host's, copying from and to the GPU is included. "boxes" is the mean
-number of detections per image.
+Every engine has a process of its own in each precision. It is loaded once, for the largest batch,
+and is measured in ascending order of batch sizes. The columns p50, p90 and p99 are latencies of a
+batch, in ms; each batch starts when the previous one is complete. "images/s" is measured
+afterwards: the same number of batches is queued back to back, with one wait at the end. "data" is
+the memory that holds the images before a batch and the detections after it. If "data" is `host`,
+the times include copies to and from the GPU. "boxes" is the mean number of detections per image.
 """
 _TORCHVISION_NOTE = """\
-Torchvision's model is measured as it ships: it scales the images, pastes the masks and synchronises
-with the GPU, and its time grows with the number of detections. "speedup" is the throughput relative
-to torchvision's in the same precision at the same batch size.
+Torchvision's model is measured as it ships: its time includes scaling the images, pasting the masks
+and synchronising with the GPU, and grows with the number of detections. "speedup" is the throughput
+of an engine divided by that of torchvision's model in the same precision at the same batch size.
 """
 _MEMORY_NOTE = """\
-"MiB" is the peak memory at that batch size, including memory kept from smaller batches. For torch
-it is the GPU memory reserved by its allocator, without the CUDA context and kernel code. Values
-with * are all GPU memory in use according to the driver, context and kernel code included. On the
-CPU it is the resident memory of the process.
+"MiB" is the peak memory at a batch size, including memory kept from smaller batches. For torch it
+is the GPU memory reserved by torch's allocator, without the CUDA context and kernel code. Values
+with * are all GPU memory in use according to the driver, including the CUDA context and kernel
+code. On the CPU it is the resident memory of the process.
 """
 _ROOFLINE_NOTE = """\
-"of roofline" is the throughput as a fraction of an upper bound, at which the GPU computes only
-matrix products: {flops:.3g} TFLOP per image in convolutions and matrix products, counting a
-multiply-add as two, at the rate of an 8192x8192x8192 product in the same precision, measured in the
-same run: {rates}.
+"of roofline" is the throughput as a fraction of an upper bound. At this bound, the GPU computes
+only the convolutions and matrix products of the model: {flops:.3g} TFLOP per image, counting a
+multiply-add as two operations. It computes them as fast as an 8192x8192x8192 matrix product that
+was measured in the same run and precision: {rates}.
 """
 _STAGES_NOTE = """\
-The time by stage comes from a profile of {engine} in {precision}: ten batches that replay captured
-CUDA graphs. A stage lasts until the first kernel of the next. The first top-k ends the trunk
-(backbone, FPN, RPN head), the first pooling ends the selection of proposals, the next top-k ends
-the box head, and the second pooling ends the selection and NMS of detections; the rest is the mask
-head. "idle" is time between kernels.
+The time by stage comes from a GPU profile of {engine} in {precision}, with ten batches that replay
+captured CUDA graphs. A stage lasts until the first kernel of the next stage. "trunk" is backbone,
+FPN and RPN head. "proposals" begins with the first top-k kernel and selects the proposals. "box
+head" begins with the first RoIAlign kernel. "selection" begins with the next top-k kernel and
+includes the NMS of the detections. "mask head" begins with the second RoIAlign kernel. "idle" is
+the time between kernels.
 """
 
 

@@ -12,29 +12,35 @@ if TYPE_CHECKING:
 
 COLUMNS = ("kernel", "size", "ms", "GB/s", "of copying", "baselines", "speedup", "goal")
 
+_SIZES_NOTE = """\
+The kernels' input sizes are those of a model with a batch of 8 images of 800x1344 pixels. For
+RoIAlign, the size BxRxPxP means B images, R RoIs per image, and PxP bins per RoI. For NMS, NxK
+means N sets of K boxes.
+"""
 _COLUMNS_NOTE = """\
-Sizes are those of a batch of 8 images of 800x1344 pixels: BxRxPxP for RoIs, where P is the side of
-a pooled RoI, and NxK for sets of boxes. "ms" is the median time on the GPU. "GB/s" is the minimum
-memory traffic, inputs read once and outputs written once, divided by that time. "of copying" is
-"GB/s" as a fraction of {copying} GB/s, the rate of copying a gibibyte in the same run, reads plus
-writes. It exceeds 100% if few RoIs leave much of the features unread. "baselines" are other
-implementations with their times in ms, with * if timed on the host's clock; "speedup" is the
-kernel's speed relative to each of them.
+"ms" is the median time of a kernel on the GPU. "GB/s" is the minimum memory traffic, inputs read
+once and outputs written once, divided by "ms". "of copying" is "GB/s" as a fraction of {copying}
+GB/s, the bandwidth (reads plus writes) of copying a gibibyte in the same run. It exceeds 100% if
+few RoIs leave much of the features unread. "baselines" are other implementations of the kernel's
+task with their times in ms, with * if timed on the host's clock. "speedup" is the time of each
+baseline divided by that of the kernel.
 """
 _TIMER_NOTE = """\
-Before each call a large tensor is filled. The fill flushes the caches and keeps the GPU busy until
-the host has enqueued the call, so that launch overhead is not measured. If a baseline waits for the
-GPU, the wait is included. Baselines with * run on the CPU, at least in part: they are called three
-times, and the time is the median on the host's clock.
+Before each timed call, a large tensor is filled on the GPU. The fill flushes the caches and keeps
+the GPU busy until the host has enqueued the call, so that launch overhead is not measured. If a
+baseline waits for the GPU, the wait is included. Baselines with * run on the CPU, at least in part:
+they are called three times, and their time is the median on the host's clock.
 """
-_BASELINES_NOTE = """\
-Torchvision's pooling is measured with features in NCHW, its fastest layout, even if the kernel
-reads NHWC. Boxes have the dtype of the features. Torchvision's pooling does not support bf16. In
-the rows `pyramid_roi_align_backward`, torchvision's time is that of the backward pass of its
-pooling over all pyramid levels, without the forward pass. Torchvision's NMS processes one image
-at a time, as in its models, and returns all boxes that survive. `paste_rle` ends with run lengths
-on the GPU. Encoding them as strings is the task of `compress_runs`; pycocotools' time includes
-this encoding.
+_TORCHVISION_NOTE = """\
+Torchvision's RoIAlign is measured with features in NCHW, its fastest layout, even if this project's
+kernel reads NHWC. Boxes have the dtype of the features. Torchvision's RoIAlign does not support
+bf16. In the rows `pyramid_roi_align_backward`, torchvision's time is that of the backward pass of
+its RoIAlign over all pyramid levels, without the forward pass. Torchvision's NMS processes one
+image at a time, as in torchvision's models, and returns all boxes that survive.
+"""
+_RLE_NOTE = """\
+The kernel `paste_rle` ends with run lengths in GPU memory. Encoding the run lengths as COCO RLE
+strings is the task of the kernel `compress_runs`. The time of pycocotools includes this encoding.
 """
 
 
@@ -68,7 +74,13 @@ def kernels_record(results: Sequence[KernelResult]) -> Record:
         goals=[
             _goal_sentence(result, result.goal) for result in results if result.goal is not None
         ],
-        notes=[_COLUMNS_NOTE.format(copying=copying), _TIMER_NOTE, _BASELINES_NOTE],
+        notes=[
+            _SIZES_NOTE,
+            _COLUMNS_NOTE.format(copying=copying),
+            _TIMER_NOTE,
+            _TORCHVISION_NOTE,
+            _RLE_NOTE,
+        ],
         on_gpu=True,
     )
 
@@ -104,11 +116,11 @@ def _format_baseline(result: BaselineResult) -> str:
 
 
 def _goal_sentence(result: KernelResult, goal: KernelGoal) -> str:
-    reached = f"{format_significant(result.milliseconds)} ms"
+    reached = f"takes {format_significant(result.milliseconds)} ms"
     if goal.times_peer is not None:
         baseline = result.peers[0]
         speedup = format_significant(result.speedup(baseline))
-        reached += f" and {speedup} times as fast as {baseline.name}"
+        reached += f" and is {speedup} times as fast as {baseline.name}"
     return (
         f"`{result.kernel}`, {result.size}: {reached}; the goal, {_format_goal(goal)}, "
         f"is {format_verdict(result.meets_goal)}."
