@@ -97,7 +97,8 @@ def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
     """
     return [
         f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "
-        f"the engine's own rate; the goal of {_GOAL:.0%} is {format_verdict(r.share >= _GOAL)}."
+        "the throughput of the model step alone; "
+        f"the goal of {_GOAL:.0%} is {format_verdict(r.share >= _GOAL)}."
         for r in results
         if r.device == "cuda"
     ]

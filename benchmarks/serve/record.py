@@ -25,32 +25,38 @@ _LATENCIES = ("p50", "p90", "p95", "p99", "max")
 _TIMES = ("decode", "queue", "infer", "encode", "rest")
 
 _LOAD_NOTE = """\
-Images are {images}. Clients are a closed loop: each sends its next image when the previous one is
-answered, as unary calls or, "streamed", over one stream per client process. Other loads are open
-loops: images are sent at a given rate, in poisson loads at random times, whether or not previous
-ones are answered. Their latency counts from the time at which an image was due, and the rate in
-brackets is relative to the highest throughput of clients without streams. "images/s" counts images
-whose detections arrived within the measurement. Latencies are of requests answered with detections;
-"refused" counts all others.
+Images are {images}. Loads named "clients" are closed loops: each client sends its next image when
+the previous one is answered. Clients send unary calls or, if "streamed", share one stream per
+client process. All other loads are open loops: images are sent at a given rate, whether or not
+previous ones are answered. Loads named "poisson" send them at random times. The percentage in
+brackets is the rate relative to the highest throughput of closed-loop clients without streams.
+"""
+_SPEED_NOTE = """\
+"images/s" counts images whose detections arrived within the measurement. p50 to p99 and "max" are
+latencies of requests that were answered with detections; "refused" counts all other requests. In
+open loops, latency counts from the time at which an image was due to be sent.
 """
 _TIMES_NOTE = """\
-Times are means over the requests. Decode, queue, infer and encode are stages of the server, as
-reported in its responses. A request is in "queue" while its batch fills or the model computes other
-batches, and in "infer" while its batch is computed. "rest" is everything else: network, gRPC, the
-event loop, and the client. "outside" is the fraction of the latency outside "queue" and "infer".
-"batch" is the size of the batch of a request.
+The times by stage are means over the answered requests. "decode", "queue", "infer" and "encode" are
+stages in the server, which reports them in its responses. A request is in "queue" while its batch
+fills or the model computes other batches, and in "infer" while the model computes its batch. "rest"
+is the remaining latency: network, gRPC, the server's event loop, and the client. "outside" is the
+fraction of the latency outside "queue" and "infer". "batch" is the mean size of the batch that
+contained a request.
 """
 _USE_NOTE = """\
-"batches" is the mean number of batches in the backend at once. "cores" is the CPU time of the
-server and its children per wall-clock time, and "MiB" their resident memory in the first and the
-last fifth of the measurement. "server", "workers" and "clients" are CPU milliseconds per image: of
-the server process, of all its workers and of all client processes. "client cores" is the CPU time
-per wall-clock time of the busiest client process. "client lag" is the 99th percentile of the time
-by which requests were sent too late.
+"batches" is the mean number of batches that the backend computes at the same time. "cores" is the
+CPU time of the server and its child processes divided by the wall-clock time. "MiB" is their
+resident memory in the first and in the last fifth of the measurement. "server", "front ends",
+"workers" and "clients" are the CPU milliseconds per image of the server process, of its front-end
+processes, of its worker processes and of all client processes. "client cores" is the CPU time of
+the busiest client process divided by the wall-clock time. "client lag" is the 99th percentile of
+the delay, in ms, with which clients sent their requests.
 """
 _THREADS_NOTE = """\
-The event loop is the thread "main" of the server. If a library does not name its threads, they have
-the name of the program; in the server, one of them polls gRPC's connections.
+In the table of CPU time by thread, the thread "main" of the server process runs the server's event
+loop. Threads that a library does not name have the name of the program. In the server process, one
+of these threads polls gRPC's connections.
 """
 
 
@@ -82,7 +88,13 @@ def serve_record(
         tables=_tables(results),
         plots=_plots(results, bulk),
         goals=serve_goals(results, max_delay_ms, bulk),
-        notes=[_LOAD_NOTE.format(images=images), _TIMES_NOTE, _USE_NOTE, _THREADS_NOTE],
+        notes=[
+            _LOAD_NOTE.format(images=images),
+            _SPEED_NOTE,
+            _TIMES_NOTE,
+            _USE_NOTE,
+            _THREADS_NOTE,
+        ],
         on_gpu=bulk.device == "cuda" if bulk else bool(machine.gpus),
         details={"max_delay_ms": max_delay_ms, "bulk": bulk},
         machine=machine,
@@ -151,9 +163,9 @@ def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
         verdict = f"; the goal of {_GOAL:.0%} is {format_verdict(share >= _GOAL)}"
     return (
         f"{load_name(best.load)}: {best.images_per_second:.1f} images/s, {share:.0%} of the "
-        f"engine's own {engine_rate:.1f} (model step alone) and "
+        f"engine's own {engine_rate:.1f} images/s (model step alone){verdict}. It is also "
         f"{best.images_per_second / bulk.images_per_second:.0%} of the "
-        f"{bulk.images_per_second:.1f} of bulk prediction without a server{verdict}."
+        f"{bulk.images_per_second:.1f} images/s of bulk prediction without a server."
     )
 
 
@@ -168,18 +180,20 @@ def _latency_goal(
     refused = _refused_requests(result)
     refusal = f"{refused} of {refused + result.requests} refused"
     if refused:
-        refusal += f" with a p99 of {max(r.latency.p99 for r in result.refusals):.1f} ms"
+        slowest = max(r.latency.p99 for r in result.refusals)
+        refusal += f" with a p99 of {slowest:.1f} ms until the refusal"
     parts = [
-        f"{load_name(load, best)}: {refusal}",
+        f"Load {load_name(load, best)}, where 100% is the {best.images_per_second:.1f} images/s "
+        f"of closed-loop clients: {refusal}",
         f"p99 of answered requests {result.latency.p99:.1f} ms",
     ]
     if max_delay_ms is not None and load.rate < best.images_per_second:
         limit = max_delay_ms + 3 * best.times.infer
         verdict = format_verdict(result.latency.p99 <= limit)
-        goal = f"three batch times plus the maximum delay of {max_delay_ms:.1f} ms"
+        goal = f"three batch times plus the maximum batching delay of {max_delay_ms:.1f} ms"
         parts.append(f"the goal ({goal}) of {limit:.1f} ms is {verdict}")
     if (memory := _memory_mib(result)) is not None:
-        parts.append(f"memory from {memory[0]:.0f} to {memory[1]:.0f} MiB")
+        parts.append(f"server memory from {memory[0]:.0f} to {memory[1]:.0f} MiB")
     return "; ".join(parts) + "."
 
 

@@ -24,19 +24,24 @@ _COLUMNS = (
 
 _METHOD_NOTE = """\
 Every run has processes of its own. Runs of one seed have the same initial weights and batches. A
-step lasts from the end of the previous one to its own end: waiting for the next batch, its transfer
-to the device, forward and backward pass, optimiser. The first {warmup} of {iterations} steps are
-not timed. Latencies are of a step, in ms. "ratio" is the throughput relative to torchvision's
-model, and "data" the fraction of the time in which the process waited for the next batch. "host" is
-the time that the process needs to launch a step on an idle GPU, in ms, and "kernels" the number of
-kernels, copies and fills of a step. "NCCL" is the time in which kernels of NCCL run, in ms, and
-"exposed" the part of it in which the GPU does nothing else. "first" is the seconds of the first
-step, "MiB" the peak {memory}, and "loss" the mean over the last tenth of the steps. With several
-processes, "images/s" is of all of them, and the other columns are of rank 0.
+step lasts from the end of the previous one to its own end. It includes the wait for the next batch,
+the transfer of the batch to the device, forward and backward pass, and the optimiser. The first
+{warmup} of {iterations} steps are not timed. The columns p50, p90 and p99 are latencies of a step,
+in ms.
+"""
+_COLUMNS_NOTE = """\
+"ratio" is the throughput divided by that of torchvision's model. "data" is the fraction of the time
+in which the process waited for the next batch. "host" is the time, in ms, that the process needs to
+launch a step on an idle GPU. "kernels" is the number of kernels, copies and fills of a step. "NCCL"
+is the time, in ms, in which kernels of NCCL run during a step, and "exposed" the part of it in
+which the GPU does nothing else. "first" is the duration of the first step in seconds. "MiB" is the
+peak {memory}. "loss" is the mean of the total loss over the last tenth of the steps. With several
+processes, "images/s" is the sum over all of them, and the other columns are of rank 0.
 """
 _TORCHVISION_NOTE = """\
-Torchvision's model has the same initial weights, optimiser and images. It draws its own samples,
-keeps its memory layout, and averages some losses over images instead of the batch.
+Torchvision's model is trained with the same initial weights, optimiser and images as this project's
+model. It differs in three ways: it draws its own random samples of anchors and proposals, keeps its
+own memory layout, and averages some losses over images instead of over the batch.
 """
 
 
@@ -46,11 +51,11 @@ def train_record(results: Sequence[TrainResult]) -> Record:
 
     first = results[0]
     on_gpu = first.device == "cuda"
-    note = _METHOD_NOTE.format(
-        warmup=first.warmup,
-        iterations=first.iterations,
-        memory="reserved by torch" if on_gpu else "resident memory of the process",
-    )
+    memory = "GPU memory reserved by torch" if on_gpu else "resident memory of the process"
+    notes = [
+        _METHOD_NOTE.format(warmup=first.warmup, iterations=first.iterations),
+        _COLUMNS_NOTE.format(memory=memory),
+    ]
     with_torchvision = any(result.engine == "torchvision" for result in results)
     return Record(
         subject="train",
@@ -77,7 +82,7 @@ def train_record(results: Sequence[TrainResult]) -> Record:
             title=f"Training losses of {counted(first.batch, 'image')} per step, means of "
             f"{_window(first.iterations)} steps",
         ),
-        notes=[note, *([_TORCHVISION_NOTE] if with_torchvision else [])],
+        notes=[*notes, *([_TORCHVISION_NOTE] if with_torchvision else [])],
         on_gpu=on_gpu,
     )
 
