@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 _GOAL = 0.7
 
 _IMAGES_NOTE = """\
-Images are {images}. All images of a batch are for the same input size. All steps run concurrently,
-each on another batch, and the clock starts when all steps are busy.
+Images are {images}. All images of a batch have the same input size of the model. All steps run
+concurrently, each on another batch, and the clock starts when all steps are busy.
 """
 _THROUGHPUT_NOTE = """\
-"images/s" is the throughput from files in host memory to detections with COCO RLE masks in host
-memory. "engine" is the throughput of the model step alone, also in images/s, with batches of the
-same size queued back to back. "share" is "images/s" divided by "engine". "boxes" is the mean number
-of detections per image, each with a mask to encode.
+In the table of throughput, "images/s" is measured from files in host memory to detections with COCO
+RLE masks in host memory. "engine" is the throughput of the model step alone, also in images/s, with
+batches of the same size queued back to back. "share" is "images/s" divided by "engine". "boxes" is
+the mean number of detections per image, each with a mask to encode.
 """
 _STEPS_NOTE = """\
 In the table of steps, each processing step of a batch is measured alone, until its work is

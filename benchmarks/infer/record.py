@@ -39,29 +39,31 @@ _LATENCY_GOALS = (5, 3)
 _MEMORY_GOAL = 6
 
 _METHOD_NOTE = """\
-Every engine has a process of its own in each precision. It is loaded once, for the largest batch,
-and is measured in ascending order of batch sizes. The columns p50, p90 and p99 are latencies of a
-batch, in ms; each batch starts when the previous one is complete. "images/s" is measured
-afterwards: the same number of batches is queued back to back, with one wait at the end. "data" is
-the memory that holds the images before a batch and the detections after it. If "data" is `host`,
-the times include copies to and from the GPU. "boxes" is the mean number of detections per image.
+In `maskrcnn bench infer`, every engine has a process of its own in each precision. It is loaded
+once, for the largest batch, and is measured in ascending order of batch sizes. The columns p50, p90
+and p99 are latencies of a batch, in ms; each batch starts when the previous one is complete.
+"images/s" is measured afterwards: the same number of batches is queued back to back, with one wait
+at the end. "data" is the memory that holds the images before a batch and the detections after it.
+If "data" is `host`, the times include copies to and from the GPU. "boxes" is the mean number of
+detections per image.
 """
 _TORCHVISION_NOTE = """\
 Torchvision's model is measured as it ships: its time includes scaling the images, pasting the masks
-and synchronising with the GPU, and grows with the number of detections. "speedup" is the throughput
-of an engine divided by that of torchvision's model in the same precision at the same batch size.
+and synchronising with the GPU, and grows with the number of detections. In the tables of speed,
+"speedup" is the throughput of an engine divided by that of torchvision's model in the same
+precision at the same batch size.
 """
 _MEMORY_NOTE = """\
-"MiB" is the peak memory at a batch size, including memory kept from smaller batches. For torch it
-is the GPU memory reserved by torch's allocator, without the CUDA context and kernel code. Values
-with * are all GPU memory in use according to the driver, including the CUDA context and kernel
-code. On the CPU it is the resident memory of the process.
+In the tables of speed, "MiB" is the peak memory at a batch size, including memory kept from smaller
+batches. For torch it is the GPU memory reserved by torch's allocator, without the CUDA context and
+kernel code. Values with * are all GPU memory in use according to the driver, including the CUDA
+context and kernel code. On the CPU it is the resident memory of the process.
 """
 _ROOFLINE_NOTE = """\
-"of roofline" is the throughput as a fraction of an upper bound. At this bound, the GPU computes
-only the convolutions and matrix products of the model: {flops:.3g} TFLOP per image, counting a
-multiply-add as two operations. It computes them as fast as an 8192x8192x8192 matrix product that
-was measured in the same run and precision: {rates}.
+In the tables of speed, "of roofline" is the throughput as a fraction of an upper bound. At this
+bound, the GPU computes only the convolutions and matrix products of the model: {flops:.3g} TFLOP
+per image, counting a multiply-add as two operations. It computes them as fast as an 8192x8192x8192
+matrix product that was measured in the same run and precision: {rates}.
 """
 _STAGES_NOTE = """\
 The time by stage comes from a GPU profile of {engine} in {precision}, with ten batches that replay

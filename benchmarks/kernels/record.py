@@ -18,12 +18,12 @@ RoIAlign, the size BxRxPxP means B images, R RoIs per image, and PxP bins per Ro
 means N sets of K boxes.
 """
 _COLUMNS_NOTE = """\
-"ms" is the median time of a kernel on the GPU. "GB/s" is the minimum memory traffic, inputs read
-once and outputs written once, divided by "ms". "of copying" is "GB/s" as a fraction of {copying}
-GB/s, the bandwidth (reads plus writes) of copying a gibibyte in the same run. It exceeds 100% if
-few RoIs leave much of the features unread. "baselines" are other implementations of the kernel's
-task with their times in ms, with * if timed on the host's clock. "speedup" is the time of each
-baseline divided by that of the kernel.
+In the table of kernel times, "ms" is the median time of a kernel on the GPU. "GB/s" is the minimum
+memory traffic, inputs read once and outputs written once, divided by "ms". "of copying" is "GB/s"
+as a fraction of {copying} GB/s, the bandwidth (reads plus writes) of copying a gibibyte in the same
+run. It exceeds 100% if few RoIs leave much of the features unread. "baselines" are other
+implementations of the kernel's task with their times in ms, with * if timed on the host's clock.
+"speedup" is the time of each baseline divided by that of the kernel.
 """
 _TIMER_NOTE = """\
 Before each timed call, a large tensor is filled on the GPU. The fill flushes the caches and keeps

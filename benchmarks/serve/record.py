@@ -32,9 +32,9 @@ previous ones are answered. Loads named "poisson" send them at random times. The
 brackets is the rate relative to the highest throughput of closed-loop clients without streams.
 """
 _SPEED_NOTE = """\
-"images/s" counts images whose detections arrived within the measurement. p50 to p99 and "max" are
-latencies of requests that were answered with detections; "refused" counts all other requests. In
-open loops, latency counts from the time at which an image was due to be sent.
+In the table of speed, "images/s" counts images whose detections arrived within the measurement. p50
+to p99 and "max" are latencies of requests that were answered with detections; "refused" counts all
+other requests. In open loops, latency counts from the time at which an image was due to be sent.
 """
 _TIMES_NOTE = """\
 The times by stage are means over the answered requests. "decode", "queue", "infer" and "encode" are
@@ -45,18 +45,18 @@ fraction of the latency outside "queue" and "infer". "batch" is the mean size of
 contained a request.
 """
 _USE_NOTE = """\
-"batches" is the mean number of batches that the backend computes at the same time. "cores" is the
-CPU time of the server and its child processes divided by the wall-clock time. "MiB" is their
-resident memory in the first and in the last fifth of the measurement. "server", "front ends",
-"workers" and "clients" are the CPU milliseconds per image of the server process, of its front-end
-processes, of its worker processes and of all client processes. "client cores" is the CPU time of
-the busiest client process divided by the wall-clock time. "client lag" is the 99th percentile of
-the delay, in ms, with which clients sent their requests.
+In the table of CPU and memory use, "batches" is the mean number of batches that the backend
+computes at the same time. "cores" is the CPU time of the server and its child processes divided by
+the wall-clock time. "MiB" is their resident memory in the first and in the last fifth of the
+measurement. "server", "front ends", "workers" and "clients" are the CPU milliseconds per image of
+the server process, of its front-end processes, of its worker processes and of all client processes.
+"client cores" is the CPU time of the busiest client process divided by the wall-clock time. "client
+lag" is the 99th percentile of the delay, in ms, with which clients sent their requests.
 """
 _THREADS_NOTE = """\
 In the table of CPU time by thread, the thread "main" of the server process runs the server's event
-loop. Threads that a library does not name have the name of the program. In the server process, one
-of these threads polls gRPC's connections.
+loop. Threads that a library does not name have the name of the program, such as "python". In the
+server process, one of these threads polls gRPC's connections.
 """
 
 
@@ -129,8 +129,8 @@ def serve_goals(
     unbatched = fastest([r for r in results if r not in own])
     if unbatched is not None:
         goals.append(
-            f"Batches of up to {best.max_batch} give {best.images_per_second:.1f} images/s, "
-            f"batches of one {unbatched.images_per_second:.1f}: "
+            f"Batches of up to {best.max_batch} images give {best.images_per_second:.1f} images/s, "
+            f"batches of one image {unbatched.images_per_second:.1f}: "
             f"{best.images_per_second / unbatched.images_per_second:.2f} times the throughput."
         )
     return goals + [
@@ -163,8 +163,8 @@ def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
         verdict = f"; the goal of {_GOAL:.0%} is {format_verdict(share >= _GOAL)}"
     return (
         f"{load_name(best.load)}: {best.images_per_second:.1f} images/s, {share:.0%} of the "
-        f"engine's own {engine_rate:.1f} images/s (model step alone){verdict}. It is also "
-        f"{best.images_per_second / bulk.images_per_second:.0%} of the "
+        f"engine's own {engine_rate:.1f} images/s (model step alone){verdict}. The throughput is "
+        f"also {best.images_per_second / bulk.images_per_second:.0%} of the "
         f"{bulk.images_per_second:.1f} images/s of bulk prediction without a server."
     )
 
@@ -182,19 +182,20 @@ def _latency_goal(
     if refused:
         slowest = max(r.latency.p99 for r in result.refusals)
         refusal += f" with a p99 of {slowest:.1f} ms until the refusal"
+    times = "random times" if load.arrivals == "poisson" else "equal intervals"
     parts = [
-        f"Load {load_name(load, best)}, where 100% is the {best.images_per_second:.1f} images/s "
-        f"of closed-loop clients: {refusal}",
-        f"p99 of answered requests {result.latency.p99:.1f} ms",
+        f"Load {load_name(load, best)}: images are sent at {times}. 100% is the "
+        f"{best.images_per_second:.1f} images/s of closed-loop clients. Requests: {refusal}",
+        f"The p99 of answered requests is {result.latency.p99:.1f} ms",
     ]
     if max_delay_ms is not None and load.rate < best.images_per_second:
         limit = max_delay_ms + 3 * best.times.infer
         verdict = format_verdict(result.latency.p99 <= limit)
         goal = f"three batch times plus the maximum batching delay of {max_delay_ms:.1f} ms"
-        parts.append(f"the goal ({goal}) of {limit:.1f} ms is {verdict}")
+        parts.append(f"The p99 goal ({goal}) of {limit:.1f} ms is {verdict}")
     if (memory := _memory_mib(result)) is not None:
-        parts.append(f"server memory from {memory[0]:.0f} to {memory[1]:.0f} MiB")
-    return "; ".join(parts) + "."
+        parts.append(f"The server's memory went from {memory[0]:.0f} to {memory[1]:.0f} MiB")
+    return ". ".join(parts) + "."
 
 
 def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:

@@ -30,13 +30,14 @@ the transfer of the batch to the device, forward and backward pass, and the opti
 in ms.
 """
 _COLUMNS_NOTE = """\
-"ratio" is the throughput divided by that of torchvision's model. "data" is the fraction of the time
-in which the process waited for the next batch. "host" is the time, in ms, that the process needs to
-launch a step on an idle GPU. "kernels" is the number of kernels, copies and fills of a step. "NCCL"
-is the time, in ms, in which kernels of NCCL run during a step, and "exposed" the part of it in
-which the GPU does nothing else. "first" is the duration of the first step in seconds. "MiB" is the
-peak {memory}. "loss" is the mean of the total loss over the last tenth of the steps. With several
-processes, "images/s" is the sum over all of them, and the other columns are of rank 0.
+In the table of runs, "ratio" is the throughput divided by that of torchvision's model. "data" is
+the fraction of the time in which the process waited for the next batch. "host" is the time, in ms,
+that the process needs to launch a step on an idle GPU. "kernels" is the number of kernels, copies
+and fills of a step. "NCCL" is the time, in ms, in which kernels of NCCL run during a step, and
+"exposed" the part of it in which the GPU does nothing else. "first" is the duration of the first
+step in seconds. "MiB" is the peak {memory}. "loss" is the mean of the total loss over the last
+tenth of the steps. With several processes, "images/s" is the sum over all of them, and the other
+columns are of rank 0.
 """
 _TORCHVISION_NOTE = """\
 Torchvision's model is trained with the same initial weights, optimiser and images as this project's
