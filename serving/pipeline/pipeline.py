@@ -177,7 +177,8 @@ def _total_timing(
     engine = encoded.value.timing
     return Timing(
         decode_us=_microseconds(decoded.elapsed_s) + engine.decode_us,
-        queue_us=_microseconds(decoded.waited_s + result.queue_s + encoded.waited_s),
+        queue_us=_microseconds(decoded.waited_s + result.queue_s + encoded.waited_s)
+        + engine.queue_us,
         infer_us=engine.infer_us or _microseconds(result.infer_s),
         encode_us=_microseconds(encoded.elapsed_s) + engine.encode_us,
         batch_size=result.batch_size,

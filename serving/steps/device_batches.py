@@ -63,6 +63,8 @@ class InferredBatch(NamedTuple):
 
     prepared: PreparedBatch
     outputs: ModelOutputs[Tensor]
+    # Events before and after the model. The model starts when that of the previous batch ends.
+    begin: StreamEvent
     ready: StreamEvent
 
 
@@ -88,7 +90,8 @@ def timing_of(batch: PastedBatch, host_s: float) -> Timing:
     prepared = inferred.prepared
     return Timing(
         decode_us=round(1e6 * prepared.ready.seconds_since(prepared.begin)),
-        infer_us=round(1e6 * inferred.ready.seconds_since(prepared.ready)),
+        queue_us=round(1e6 * inferred.begin.seconds_since(prepared.ready)),
+        infer_us=round(1e6 * inferred.ready.seconds_since(inferred.begin)),
         encode_us=round(1e6 * (batch.ready.seconds_since(inferred.ready) + host_s)),
         batch_size=len(prepared.entries),
     )

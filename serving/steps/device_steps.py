@@ -179,13 +179,14 @@ class DeviceSteps:
     def _infer(self, batch: PreparedBatch) -> InferredBatch:
         with self._module.stream(self._computing):
             batch.ready.block(self._computing)
+            begin = StreamEvent(self._device)
             outputs = self._backend.infer_on_device(batch.bucket, batch.images, batch.sizes)
-            return InferredBatch(batch, outputs, StreamEvent(self._device))
+            return InferredBatch(batch, outputs, begin, StreamEvent(self._device))
 
     def _paste(self, batch: InferredBatch) -> PastedBatch:
-        prepared, outputs, ready = batch
+        prepared, outputs = batch.prepared, batch.outputs
         with self._module.stream(self._pasting):
-            ready.block(self._pasting)
+            batch.ready.block(self._pasting)
             boxes = boxes_in_sources(outputs.boxes, prepared.scales, prepared.limits)
             masks = MaskBatch(
                 outputs.masks, boxes, prepared.source_sizes, self._manifest.mask_paste
