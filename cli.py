@@ -187,7 +187,7 @@ def _message_of_user_error(error: Exception, args: Sequence[str]) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in _DISK_FULL:  # a write error has no file name
-        return f"{error.strerror} while writing a file or the output; free disk space and try again"
+        return f"{error.strerror} while writing a file or the output; make space and try again"
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         module = error.name.partition(".")[0]
         extra = _extra_with_module(module)

@@ -68,8 +68,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         if not isinstance(cause, OSError):
             raise
         raise CheckpointError(
-            f"cannot write {path}: {cause.strerror or cause}; free disk space, or choose another "
-            "folder"
+            f"cannot write {path}: {cause.strerror or cause}; make space on the disk, or "
+            "choose another folder"
         ) from error
 
 

@@ -168,7 +168,7 @@ class EvaluationConfig(FrozenConfig):
                 )
         if self.expected and self.skip_eval:
             raise ValueError(
-                "expected needs metrics, which skip_eval=true does not compute; set "
+                "the setting expected needs metrics, which skip_eval=true does not compute; set "
                 "skip_eval=false or expected={}"
             )
         return self

@@ -82,8 +82,8 @@ class SolverConfig(FrozenConfig):
         if len(set(steps)) < len(steps):
             raise ValueError(
                 f"steps {list(self.steps)} become {list(steps)} when scaled from "
-                f"{self.scale_from_batch} to {self.images_per_batch} images_per_batch, but must "
-                "differ; set scale_from_batch=null and a schedule for this batch size"
+                f"{self.scale_from_batch} to {self.images_per_batch} images_per_batch, but no "
+                "two may be equal; set scale_from_batch=null and a schedule for this batch size"
             )
         scaled = {
             "scale_from_batch": None,

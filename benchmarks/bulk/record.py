@@ -14,7 +14,7 @@ _GOAL = 0.7
 
 _IMAGES_NOTE = """\
 Images are {images}. All images of a batch have the same input size of the model. All steps run
-concurrently, each on another batch, and the clock starts when all steps are busy.
+concurrently, each on a different batch, and the clock starts when all steps are busy.
 """
 _THROUGHPUT_NOTE = """\
 In the table of throughput, "images/s" is measured from files in host memory to detections with COCO

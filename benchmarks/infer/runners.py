@@ -62,9 +62,9 @@ class Runner(Protocol):
     """Interface of the runners of all engines."""
 
     def batch_runs(self, images: NDArray[np.uint8]) -> Sequence[BatchRun]:
-        """Return one run of images [B, 3, H, W] with data on the device, and one on the host.
+        """Return functions that infer images [B, 3, H, W], from device and from host memory.
 
-        A run that the engine does not support is left out.
+        If the engine does not support one of these memories, its function is left out.
         """
 
 
@@ -144,7 +144,7 @@ class BundleRunner:
             raise BundleError(f"{bundle} has no input size {bucket}; choose from {sizes}")
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return a run with data on the device, if supported, and one with data on the host."""
+        """Return functions that infer the images: from device memory, if supported, and host."""
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)
         infer = functools.partial(backend.infer, bucket, images, sizes)
@@ -212,7 +212,7 @@ class TorchRunner:
         self.model.eval().to(self.device)
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return a run with images [B, 3, H, W] and detections on the device."""
+        """Return a function that infers images [B, 3, H, W] from device memory to device memory."""
         import torch
 
         from ...training.trainer import AUTOCAST_DTYPES

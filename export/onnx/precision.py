@@ -1,4 +1,4 @@
-"""Preparation of a model for export: batch-norm folding, 16-bit types, upsampling."""
+"""Preparation of a model for export: folding of batch norms, and conversion to 16-bit types."""
 
 import torch
 from torch import Tensor, nn

@@ -112,7 +112,7 @@ class _ForbiddenGlobalError(Exception):
 
 
 def _encode_latin1(text: str, encoding: str) -> bytes:
-    """Encode text as Latin-1. Pickled arrays of Python 2 call this function as `_codecs.encode`.
+    """Encode text as Latin-1. Arrays pickled with protocol 2 or lower call `_codecs.encode` for it.
 
     Raises:
         ValueError: the encoding is not Latin-1, the only one that pickled arrays use.

@@ -1,4 +1,6 @@
-"""Convolutions that are fused with the bias, the addition and the ReLU after them.
+"""Convolutions that are fused with the bias, the shortcut and the ReLU after them.
+
+`expand_reduce` computes two successive 1x1 convolutions.
 
 The operations are `maskrcnn::convolution_relu`, `cudnn_convolution`, `pointwise_convolution`,
 `gemm_convolution` and `expand_reduce`.

@@ -219,7 +219,7 @@ def _write(path: Path, data: bytes) -> None:
         with atomic_write(path, durable=False) as file:
             file.write(data)
     except OSError as error:
-        remedy = "free disk space or choose another folder with --output"
+        remedy = "make space on the disk, or choose another folder with --output"
         raise OSError(error.errno, f"{error.strerror}; {remedy}", str(path)) from error
 
 

@@ -55,7 +55,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
 
     @property
     def is_serving(self) -> bool:
-        """Whether the server is running and its first model can process requests."""
+        """Whether the server is running and the first configured model can process requests."""
         return self.is_running and next(iter(self._models().values()))
 
     def is_model_serving(self, name: str) -> bool:

@@ -64,8 +64,9 @@ class HostProcessor:
         Returns:
             item: Output of `prepare`. None: `prepare` would take more than `small` bytes. Never
                 None for an end-to-end engine, because `prepare` then reads only the header.
-            memory: Host memory in bytes that the caller must reserve until the image is decoded, by
-                `prepare` or by the end-to-end engine. 0: none.
+            memory: Host memory in bytes that decoding still needs, and that the caller must reserve
+                first: for the call of `prepare` if `item` is None, else until the end-to-end engine
+                has decoded the image. 0: none.
 
         Raises:
             ImageError: invalid image.

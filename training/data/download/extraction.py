@@ -1,4 +1,4 @@
-"""Extract the missing and altered files of zip archives, never outside the target folder."""
+"""Extraction of zip archives: of files that the target folder lacks or holds in altered form."""
 
 import shutil
 import zipfile
