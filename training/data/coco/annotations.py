@@ -1,7 +1,6 @@
 """Validate and convert the annotations in a COCO file."""
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +54,7 @@ def instance_from_annotation(
     height: int,
     width: int,
     label_by_category: Mapping[int, int],
-) -> tuple[Instance, bool]:
+) -> tuple[Instance, list[str]]:
     """Validate one entry of a COCO file's list `annotations` and convert it.
 
     Args:
@@ -65,7 +64,7 @@ def instance_from_annotation(
         label_by_category: Label (1 is the first class) by category id.
 
     Returns:
-        The instance, and whether all its polygons are valid. Invalid polygons are left out.
+        The instance, and the reasons for which the entry was repaired.
 
     Raises:
         InvalidAnnotationError: The category, box or segmentation is invalid.
@@ -82,9 +81,13 @@ def instance_from_annotation(
     left, top, right, bottom = _clip(bbox, height, width)
     if right <= left or bottom <= top:
         raise InvalidAnnotationError("box without area inside the image")
-    area = annotation.get("area")
-    # Compute the area if it is missing, not a number, or an integer too large for a float.
-    if not isinstance(area, _NUMBERS) or abs(area) > sys.float_info.max:
+    repairs = [] if is_complete else ["invalid polygon beside valid ones; left out"]
+    area: Any = annotation.get("area")
+    # Evaluation would ignore objects of a negative area, and those above 10^10 square pixels.
+    is_number = isinstance(area, _NUMBERS)
+    if not is_number or not 0 <= area <= limit * limit:
+        if is_number:
+            repairs.append("impossible area; computed from the segmentation")
         area = mask_from_segmentation(segmentation, (height, width), (height, width)).sum()
     name = annotation.get("id", -1)
     instance = Instance(
@@ -95,7 +98,7 @@ def instance_from_annotation(
         is_crowd=_is_crowd(annotation.get("iscrowd")),
         segmentation=segmentation,
     )
-    return instance, is_complete
+    return instance, repairs
 
 
 def coco_from_segmentation(segmentation: Segmentation) -> list[list[float]] | dict[str, Any]:

@@ -94,8 +94,8 @@ def index_annotations(
         images: Result of `index_images`. Annotations of invalid images are ignored.
         labels: Label (1 is the first class) by category id.
         faults: Annotation ids by reason, to which the invalid entries are added.
-        repairs: Annotation ids by reason, to which entries with a duplicate id, or with some
-            invalid polygons, are added.
+        repairs: Annotation ids by reason, to which repaired entries and entries with a duplicate id
+            are added.
     """
     instances: dict[int, list[Instance]] = defaultdict(list)
     seen: set[str] = set()
@@ -108,15 +108,13 @@ def index_annotations(
         if image is None:
             continue
         try:
-            instance, is_complete = instance_from_annotation(
-                entry, image.height, image.width, labels
-            )
+            instance, reasons = instance_from_annotation(entry, image.height, image.width, labels)
         except InvalidAnnotationError as error:
             faults[f"annotations: {error}"].append(name)
             continue
         instances[image.id].append(instance)
-        if not is_complete:
-            repairs["annotations: invalid polygon beside valid ones; left out"].append(name)
+        for reason in reasons:
+            repairs[f"annotations: {reason}"].append(name)
         if "id" in entry and name in seen:
             repairs["annotations: duplicate id; all are used"].append(name)
         seen.add(name)

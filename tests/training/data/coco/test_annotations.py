@@ -87,6 +87,24 @@ def test_missing_boxes_are_those_of_the_segmentations(tmp_path: Path) -> None:
         assert [one.bbox for one in record.instances] == [one.bbox for one in other.instances]
 
 
+@pytest.mark.parametrize("area", [None, "large", [1200]])
+def test_missing_areas_are_those_of_the_segmentations(tmp_path: Path, area: Any) -> None:
+    content = valid_content()
+    content["annotations"] = [annotation(77, 5, area=area)]
+    dataset = CocoDataset(write_folder(tmp_path, content), on_broken="refuse")
+    assert dataset.records[1].instances[0].area == 1200
+    assert not dataset.repairs
+
+
+@pytest.mark.parametrize("area", [float("nan"), float("inf"), -1.0, 1e300, 10**400])
+def test_impossible_areas_are_computed_and_counted(tmp_path: Path, area: float) -> None:
+    content = valid_content()
+    content["annotations"] = [annotation(77, 5, area=area)]
+    dataset = CocoDataset(write_folder(tmp_path, content), on_broken="refuse")
+    assert dataset.records[1].instances[0].area == 1200
+    assert list(dataset.repairs.values()) == [("77",)]
+
+
 @pytest.mark.parametrize(
     "ring", [[1, 2, 3, 4], [], ["a"] * 6, [float("nan")] * 6, [1e300, 0] * 3, {}, 7, None]
 )
