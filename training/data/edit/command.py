@@ -97,13 +97,20 @@ def merge(
     from ..coco.categories import similar_names
     from ..coco.dataset import read_coco_file, summary_of
     from ..convert.conversion import write_coco_file
-    from .content import merge_contents
+    from .content import merge_contents, repeated_classes
 
     _prepare(out, overwrite)
-    files = zip(images, annotations, strict=True)
-    root, merged = merge_contents([(folder, read_coco_file(file)) for folder, file in files])
+    contents = [read_coco_file(file) for file in annotations]
+    root, merged = merge_contents([*zip(images, contents, strict=True)])
     written = write_coco_file(out, merged)
     _report(written)
+    for file, content in zip(annotations, contents, strict=True):
+        for name, ids in repeated_classes(content).items():
+            click.echo(
+                f"joined {len(ids)} categories of {file} with the name {name!r}: ids "
+                f"{', '.join(map(str, ids))}",
+                err=True,
+            )
     if written.faults:
         click.echo(f"left out invalid entries: {summary_of(written.faults)}", err=True)
     for similar in similar_names(category["name"] for category in merged.content["categories"]):

@@ -56,12 +56,21 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
     }
 
 
+def repeated_classes(content: Content) -> dict[str, list[int | str | None]]:
+    """Return the ids of each class name that several categories of one data set have."""
+    ids: dict[str, list[int | str | None]] = defaultdict(list)
+    for category in content["categories"]:
+        ids[str(category.get("name"))].append(id_from(category.get("id")))
+    return {name: own for name, own in ids.items() if len(own) > 1}
+
+
 def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, SourceContent]:
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
     If several data sets list the same image file, the merged set has one image with the annotations
     of all these data sets. If annotations of an image have equal category, box and segmentation,
-    only the first is kept. The faults of the merged set contain the ids of the dropped annotations.
+    or images of a data set have equal ids, only the first is kept. The faults of the merged set
+    contain the dropped annotations and images.
 
     Args:
         sources: Image folder and content of each data set, at least one.
@@ -71,7 +80,7 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
         the folder.
 
     Raises:
-        DataError: A category has no name.
+        DataError: A category has no name, or two categories of a data set have the same id.
     """
     root = Path(os.path.commonpath([folder.resolve() for folder, _ in sources]))
     categories: dict[str, dict[str, Any]] = {}
@@ -83,10 +92,16 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
         labels = _merge_categories(content["categories"], categories, folder)
         numbers: dict[int | str | None, int] = {}
         for image in content["images"]:
-            path = folder.resolve() / str(image.get("file_name")).replace("\\", "/")
-            name = os.path.relpath(path, root)
+            listed, old = image.get("file_name"), id_from(image.get("id"))
+            if old is None or not isinstance(listed, str):
+                faults["images: no id or no file name"].append(str(listed or old))
+                continue
+            name = os.path.relpath(folder.resolve() / listed.replace("\\", "/"), root)
+            if old in numbers:
+                faults["images: duplicate id"].append(name)
+                continue
             merged = images.setdefault(name, {**image, "id": len(images) + 1, "file_name": name})
-            numbers[id_from(image.get("id"))] = merged["id"]
+            numbers[old] = merged["id"]
         for annotation in content["annotations"]:
             image_id = numbers.get(id_from(annotation.get("image_id")))
             category_id = labels.get(id_from(annotation.get("category_id")))
@@ -159,7 +174,9 @@ def filter_content(
 def _hash_of(file_name: str) -> float:
     """Hash a file name to [0, 1). Roboflow's augmented copies of an image get the same number."""
     name = _COPY_SUFFIX.sub("", file_name.replace("\\", "/"))
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) / 2**48
+    # JSON can contain lone surrogates, which UTF-8 cannot encode.
+    encoded = name.encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.sha256(encoded).digest()[:6]) / 2**48
 
 
 def _with_images(content: Content, images: list[dict[str, Any]]) -> Content:
@@ -188,6 +205,11 @@ def _merge_categories(
             raise DataError(
                 f"category {old} of the data set with the images {folder} has no name; merging "
                 "joins categories by their names"
+            )
+        if old in labels:
+            raise DataError(
+                f"the data set with the images {folder} has two categories with id {old}; change "
+                "one of them"
             )
         if name not in categories:
             is_free = isinstance(old, int) and old not in taken

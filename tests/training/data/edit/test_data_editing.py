@@ -87,6 +87,33 @@ def test_overlapping_sets_are_merged_without_repeated_objects(tmp_path: Path) ->
     assert objects(tmp_path, merged) == objects(tmp_path, files[1])
 
 
+def test_merging_reports_classes_and_images_that_one_set_repeats(tmp_path: Path) -> None:
+    """One name has two categories, one id has two images, and one image has no id."""
+    content: dict[str, Any] = valid_content()
+    content["categories"].append({"id": 31, "name": "thing"})
+    content["annotations"] = [annotation(0, 5, category_id=31), annotation(1, 11)]
+    other = next(image for image in content["images"] if image["id"] == 8)
+    content["images"].append({**other, "id": 5})
+    content["images"].append({**other, "id": None})
+    file = write_folder(tmp_path, content).annotations
+    second = tmp_path / "second.json"
+    second.write_text(json.dumps(valid_content()))
+    merged = tmp_path / "merged.json"
+    options = [o for f in (file, second) for o in ("--images", tmp_path, "--annotations", f)]
+    output = call("merge", merged, *options)
+    assert f"2 categories of {file} with the name 'thing': ids 30, 31" in output
+    assert str(second) not in output
+    assert f"1 images: duplicate id ({other['file_name']})" in output
+    assert f"1 images: no id or no file name ({other['file_name']})" in output
+    joined = json.loads(merged.read_text())
+    assert len(joined["images"]) == len(valid_content()["images"])
+    names = {image["id"]: image["file_name"] for image in joined["images"]}
+    assert [names[a["image_id"]] for a in joined["annotations"][:2]] == ["5.jpg", "11.jpg"]
+    content["categories"][-1]["id"] = 30
+    write_folder(tmp_path, content)
+    assert "two categories with id 30" in refusal("merge", merged, "--overwrite", *options)
+
+
 @pytest.mark.parametrize(
     ("options", "ids", "images"),
     [
@@ -161,6 +188,16 @@ def test_parts_are_disjoint_and_have_their_shares(tmp_path: Path) -> None:
     output = call("split", file, tmp_path / "parts", "--test", 0.1, "--overwrite")
     assert "left out: 997 annotations" in output
     assert output.count(" 1 image,") == 3
+
+
+def test_file_names_may_contain_lone_surrogates(tmp_path: Path) -> None:
+    content: dict[str, Any] = valid_content()
+    content["images"][0]["file_name"] = "a\ud800.jpg"
+    source = tmp_path / "all.json"
+    source.write_text(json.dumps(content))
+    call("split", source, tmp_path / "out")
+    parts = [json.loads((tmp_path / "out" / f"{p}.json").read_text()) for p in ("train", "val")]
+    assert sorted(i["id"] for p in parts for i in p["images"]) == [2, 5, 8, 9, 11]
 
 
 def test_images_of_equal_names_and_images_with_objects_are_divided(tmp_path: Path) -> None:
