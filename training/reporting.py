@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Self, TypeVar
@@ -62,9 +62,10 @@ class TrainingReport:
         self._period = period
         self._iterations = iterations
         self._is_main = worker.is_main
+        self._path = folder / METRICS_FILE
         if worker.is_main:
-            _remove_lines_after(iterations.start, folder / METRICS_FILE)
-            self._jsonl = (folder / METRICS_FILE).open("a", buffering=1)
+            _remove_lines_after(iterations.start, self._path)
+            self._jsonl = self._path.open("a", buffering=1)
         self._trackers = trackers
         self._progress = progress
         self._task = progress.add_task(
@@ -81,7 +82,8 @@ class TrainingReport:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if self._is_main:
-            self._jsonl.close()
+            with suppress(OSError):
+                self._jsonl.close()
         for tracker in self._trackers:
             tracker.close(failed=error is not None)
 
@@ -123,10 +125,14 @@ class TrainingReport:
         self._period_start = time.perf_counter()
 
     def record_metrics(self, iteration: int, metrics: dict[str, float]) -> None:
-        """On rank 0, write metrics to `metrics.jsonl` and trackers. `iteration` counts from 1."""
+        """On rank 0, write metrics to `metrics.jsonl` and trackers. `iteration` counts from 1.
+
+        If the file cannot be written, log a warning, and continue without it.
+        """
         if not self._is_main:
             return
-        self._jsonl.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
+        if not self._jsonl.closed:
+            self._write_line({"iteration": iteration, **metrics})
         for tracker in self._trackers:
             tracker.log(metrics, iteration)
 
@@ -135,6 +141,16 @@ class TrainingReport:
         if path.is_file():
             for tracker in self._trackers:
                 tracker.log_drawing(path, iteration)
+
+    def _write_line(self, values: dict[str, float]) -> None:
+        try:
+            self._jsonl.write(json.dumps(values) + "\n")
+        except OSError as error:  # a full disk need not end the run before the next checkpoint
+            logger.warning(
+                "cannot write %s: %s; the run continues without it", self._path, error.strerror
+            )
+            with suppress(OSError):
+                self._jsonl.close()
 
     def _report(self) -> None:
         done, rate = self._done, self._rate
@@ -192,13 +208,13 @@ def _remove_lines_after(iteration: int, path: Path) -> None:
     if not path.is_file():
         return
     lines = path.read_text(errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and _iteration_of(line) <= iteration]
+    kept = [line for line in lines if line.endswith("\n") and iteration_of(line) <= iteration]
     if len(kept) < len(lines):
         with atomic_write(path) as file:
             file.write("".join(kept).encode())
 
 
-def _iteration_of(line: str) -> float:
+def iteration_of(line: str) -> float:
     """Return the iteration of a line of `metrics.jsonl`, or infinity if the line is damaged."""
     try:
         return int(json.loads(line)["iteration"])

@@ -1,8 +1,9 @@
 """Log lines and progress bars of a training run on standard error."""
 
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .distributed import Worker, is_main_process
 from .evaluation.validation import ExpectationError
 from .reporting import DivergenceError
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
 
@@ -26,6 +29,31 @@ class _ConsoleHandler(logging.Handler):
         self._console.print(
             self.format(record), markup=False, emoji=False, highlight=False, soft_wrap=True
         )
+
+
+class _FileHandler(logging.FileHandler):
+    """Logging handler that stops after a write error, such as a full disk, with one warning."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Remove this handler, and log the error that `emit` caught."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        _package_logger().removeHandler(self)
+        reason = error.strerror
+        logger.warning(
+            "cannot write %s: %s; the run continues without it", self.baseFilename, reason
+        )
+
+    def close(self) -> None:
+        """Close the file. A pending line that cannot be written is lost."""
+        with suppress(OSError):
+            super().close()
+
+
+def _package_logger() -> logging.Logger:
+    return logging.getLogger(__name__.partition(".")[0])
 
 
 @contextmanager
@@ -49,8 +77,8 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
         console = Console(stderr=True, force_jupyter=False, force_terminal=False)
     handlers: list[logging.Handler] = [_ConsoleHandler(console)]
     if worker.is_main and log is not None:
-        handlers.append(logging.FileHandler(log))
-    package = logging.getLogger(__name__.partition(".")[0])
+        handlers.append(_FileHandler(log))
+    package = _package_logger()
     package.setLevel(logging.INFO if worker.is_main else logging.WARNING)
     for handler in handlers:
         handler.setFormatter(_FORMAT)

@@ -4,6 +4,7 @@ import importlib
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,7 +69,7 @@ def open_trackers(config: TrainConfig, first_iteration: int) -> list[Tracker]:
     trackers: list[Tracker] = []
     for name in config.trackers:
         if name == "tensorboard":
-            trackers.append(_TensorBoard(folder, first_iteration))
+            trackers.append(_Tolerant(_TensorBoard(folder, first_iteration), name))
             continue
         try:
             remote = (_MLflow if name == "mlflow" else _WandB)(config, ids.get(name))
@@ -91,6 +92,10 @@ class _TensorBoard:
 
         # `purge_step` hides the values that a killed run wrote after its last checkpoint.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_iteration + 1)
+        # The writer's thread prints a traceback if it cannot write, for example because the disk is
+        # full. The next call of the writer raises the same exception.
+        self._print_traceback = threading.excepthook
+        threading.excepthook = self._print_traceback_of_others
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
         for name, value in values.items():
@@ -102,7 +107,14 @@ class _TensorBoard:
         self._writer.add_image(path.parent.name, pixels, iteration, dataformats="HWC")
 
     def close(self, *, failed: bool) -> None:
+        threading.excepthook = self._print_traceback
         self._writer.close()
+
+    def _print_traceback_of_others(self, args: threading.ExceptHookArgs) -> None:
+        if type(args.thread).__module__.startswith("tensorboard."):
+            threading.excepthook = self._print_traceback
+        else:
+            self._print_traceback(args)
 
 
 class _MLflow:

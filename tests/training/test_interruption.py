@@ -1,19 +1,26 @@
 """Runs that end early: by a signal, a failing evaluation or a full disk."""
 
+import errno
+import itertools
 import json
+import logging
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_run import LoadTiny, assert_equal, load_tiny, train
 
 from maskrcnn_trt.model.checkpoint import CheckpointError, load_checkpoint
+from maskrcnn_trt.training.curves import draw_curves
 from maskrcnn_trt.training.evaluation.validation import Validation
+from maskrcnn_trt.training.reporting import LOG_FILE, METRICS_FILE
 from maskrcnn_trt.training.run import run_training
 
 
@@ -77,3 +84,50 @@ def test_full_disks_are_reported(tiny: LoadTiny, tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(
+    tiny: LoadTiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Writing to /dev/full fails as on a full disk."""
+    config = tiny("log_period=1")
+    for name in (LOG_FILE, METRICS_FILE):
+        (tmp_path / name).symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        checkpoint = load_checkpoint(run_training(config))
+    assert checkpoint.iteration == config.solver.max_iterations
+    for name in (LOG_FILE, METRICS_FILE):
+        assert caplog.text.count(f"{name}: No space left on device") == 1
+
+
+def test_a_failing_tensorboard_does_not_end_the_run(
+    tiny: LoadTiny,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    # Here, because every worker process imports this file, and tensorboard imports boto3.
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    write, writes = RecordWriter.write, itertools.count()
+
+    def fail_after_first(writer: Any, data: bytes) -> None:
+        if next(writes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(writer, data)
+
+    monkeypatch.setattr(RecordWriter, "write", fail_after_first)
+    before = threading.excepthook
+    config = tiny("log_period=1", "trackers=[tensorboard]")
+    checkpoint = load_checkpoint(run_training(config))
+    assert checkpoint.iteration == config.solver.max_iterations
+    assert caplog.text.count("No space left on device") == 1
+    assert "Traceback" not in capfd.readouterr().err
+    assert threading.excepthook is before
+
+
+def test_curves_leave_out_a_damaged_line(tiny: LoadTiny, tmp_path: Path) -> None:
+    run_training(tiny("log_period=1"))
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"iteration": 3, "lo')
+    assert draw_curves(tmp_path).is_file()

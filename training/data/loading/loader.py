@@ -3,8 +3,10 @@
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from threading import Thread
+from types import TracebackType
 
 import torch
 from torch.utils.data import DataLoader
@@ -41,7 +43,7 @@ class BatchLoader:
             # start method varies with the version of Python and with how this process was started.
             multiprocessing_context="fork" if config.workers else None,
             pin_memory=pin_memory,
-            worker_init_fn=_initialise_worker,
+            worker_init_fn=initialise_worker,
             # DataLoader draws a number at each start. If it drew from the global generator, a
             # resumed run would differ from an uninterrupted one.
             generator=torch.Generator(),
@@ -182,7 +184,8 @@ def eval_loader(
     return BatchLoader(reader, plans, config.data, pin_memory=pin_memory)
 
 
-def _initialise_worker(_: int) -> None:
+def initialise_worker(_: int) -> None:
+    """Set up a worker process of a `DataLoader`."""
     # Threads in the worker processes would compete for cores, which the processes already use.
     torch.set_num_threads(1)
     # Ctrl+C reaches all processes of a terminal, and `timeout`, systemd and Slurm send SIGTERM to
@@ -190,7 +193,17 @@ def _initialise_worker(_: int) -> None:
     # batches for its last step. It ends when the main process sends it SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # If the main process ends while it receives a batch, multiprocessing's thread in this process
+    # would print a traceback.
+    sys.excepthook = _print_unless_disconnected
     Thread(target=_end_with_sigterm_of, args=(os.getppid(),), daemon=True).start()
+
+
+def _print_unless_disconnected(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    if not isinstance(error, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, traceback)
 
 
 def _end_with_sigterm_of(parent: int) -> None:

@@ -2,6 +2,7 @@ import logging
 import multiprocessing
 import os
 import stat
+import sys
 import time
 from pathlib import Path
 from threading import Thread
@@ -13,7 +14,11 @@ from coco_folder import make_config, synthetic_config, valid_content, write_fold
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
 from maskrcnn_trt.training.data.loading.batches import Batch
-from maskrcnn_trt.training.data.loading.loader import eval_loader, train_loader
+from maskrcnn_trt.training.data.loading.loader import (
+    eval_loader,
+    initialise_worker,
+    train_loader,
+)
 
 # Python 3.12 warns if a process with threads forks. Workers start before threads hold any lock.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -35,6 +40,23 @@ def test_workers_change_nothing(synthetic: DatasetConfig) -> None:
     assert len(alone) == len(helped) == 6
     for first, second in zip(alone, helped, strict=True):
         assert_equal(first, second)
+
+
+def _end_threads_by_errors() -> None:
+    initialise_worker(0)
+    for error in (ConnectionResetError("hidden"), EOFError("hidden"), ValueError("shown")):
+        sys.excepthook(type(error), error, None)
+
+
+def test_workers_print_no_traceback_if_the_main_process_ends(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_end_threads_by_errors)
+    process.start()
+    process.join()
+    errors = capfd.readouterr().err
+    assert "shown" in errors
+    assert "hidden" not in errors
 
 
 def test_a_resumed_loader_continues_the_sequence(synthetic: DatasetConfig) -> None:
