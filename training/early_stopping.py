@@ -30,10 +30,16 @@ class EarlyStopping:
         return {"best_ap": self._best_ap, "evaluations_since_best": self._since_best}
 
     def record(self, metrics: Mapping[str, float]) -> bool:
-        """Record the metrics of an evaluation. Return whether the mask AP is the best so far."""
-        is_best = metrics.get(BEST_BY, -1) > self._best_ap
+        """Record the metrics of an evaluation. Return whether the mask AP is the best so far.
+
+        If there were no objects to measure the AP with, the evaluation is not counted.
+        """
+        ap = metrics.get(BEST_BY, -1.0)
+        if ap < 0:  # COCO's value for an AP that cannot be measured
+            return False
+        is_best = ap > self._best_ap
         if is_best:
-            self._best_ap = metrics[BEST_BY]
+            self._best_ap = ap
         self._since_best = 0 if is_best else self._since_best + 1
         return is_best
 
