@@ -14,7 +14,8 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
     Within the block, the content is in the file `.NAME.ID.partial` in the same folder, where NAME
     is the start of the name of `path`, and ID is random. If the block raises an exception, the
-    partial file is removed and `path` is unchanged.
+    partial file is removed and `path` is unchanged. If `path` is a pipe or a device, the
+    content is written to it directly.
 
     Args:
         path: The file to create or replace. Its folder must exist.
@@ -23,6 +24,10 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     Raises:
         OSError: The file cannot be written.
     """
+    if path.exists() and not path.is_file():  # /dev/null must not be replaced
+        with path.open("wb") as file:
+            yield file
+        return
     # The ID gives concurrent writers different files. NAME is shortened, because a file name has at
     # most 255 bytes.
     partial = path.with_name(f".{path.name[:32]}.{uuid4().hex}.partial")

@@ -38,3 +38,15 @@ def _fail_halfway(path: Path) -> None:
     with atomic_write(path) as file:
         file.write(b"half of the cont")
         raise ZeroDivisionError
+
+
+def test_pipes_are_written_and_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with atomic_write(path) as file:
+        file.write(b"content")
+    assert os.read(reader, 100) == b"content"
+    os.close(reader)
+    assert path.is_fifo()
+    assert [*tmp_path.iterdir()] == [path]
