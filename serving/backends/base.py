@@ -34,8 +34,8 @@ class TensorSpec(NamedTuple):
 class ModelOutputs(NamedTuple, Generic[Array]):
     """Outputs of the model for B images, in the order of `model.bundle.spec.OUTPUT_NAMES`.
 
-    Each image has D rows, padding included; its detections are the first `num_detections[image]`
-    rows. A mask is M x M probabilities within the box of its detection.
+    Each image has D rows: first its `num_detections[image]` detections, then padding. A mask is
+    M x M probabilities within the box of its detection.
     """
 
     # [B] int64.
@@ -151,11 +151,12 @@ class DeviceBackend(Backend, Protocol[Array]):
     def infer_on_device(
         self, bucket: ShapeBucket, images: Array, image_sizes: Array
     ) -> ModelOutputs[Array]:
-        """Queue the computation of a batch on the current stream.
+        """Queue the computation of a batch on torch's current CUDA stream.
 
         Args:
             bucket: One of `buckets`.
-            images: [B, 3, bucket.height, bucket.width] RGB on the device.
+            images: [B, 3, bucket.height, bucket.width] RGB on the device. The backend converts
+                them to the model's dtype.
             image_sizes: [B, 2] int64 on the device, height and width before padding.
 
         Returns:

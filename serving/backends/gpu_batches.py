@@ -108,7 +108,7 @@ class BatchRunner:
 
     @contextmanager
     def computing(self) -> Iterator[int]:
-        """Hold the lock of the stream that computes all batches. Yield the stream's handle."""
+        """Context manager: lock the stream that computes all batches, and yield its handle."""
         with self._launching:
             yield self._stream.handle
 

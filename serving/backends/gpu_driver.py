@@ -35,7 +35,7 @@ class Event(Protocol):
     """CUDA event: a position in a stream."""
 
     def is_done(self) -> bool:
-        """Return whether the GPU has finished all work queued before the event was recorded."""
+        """Return whether the GPU has finished the work queued before the event in its stream."""
 
     def close(self) -> None:
         """Release the event. The CUDA context must be current."""
@@ -52,7 +52,7 @@ class Stream(Protocol):
         """Record an event after all work that has been queued on this stream so far."""
 
     def wait(self, event: Any) -> None:
-        """Make all work queued on this stream after this call wait for another stream's event."""
+        """Make this stream wait for another stream's event before it runs work queued later."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
         """Queue a copy from pinned memory to the GPU address `address`."""
@@ -71,9 +71,10 @@ class GpuDriver(Protocol):
     """
 
     def current(self) -> AbstractContextManager[None]:
-        """Make GPU 0 current in this thread: push its CUDA context, and pop it at the end.
+        """Return a context manager that makes GPU 0 current in this thread.
 
-        The context is the GPU's primary context, which TensorRT uses too.
+        It pushes the GPU's primary CUDA context, which TensorRT uses too, and pops it at the end of
+        the `with` block.
         """
 
     def gpu_name(self) -> str:
