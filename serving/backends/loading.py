@@ -39,7 +39,7 @@ BACKENDS: Final = tuple(_KINDS)
 
 
 class BackendChoice(NamedTuple):
-    """Selected backend, and the reasons for which backends of higher priority were skipped."""
+    """Selected backend, and the errors of the backends of higher priority that were skipped."""
 
     # One of `BACKENDS`.
     backend: BackendName
@@ -168,7 +168,7 @@ def choose_backend(
 def check_backend(
     bundle: Path, manifest: Manifest, precision: Precision, name: BackendName
 ) -> None:
-    """Check that a backend runs on this machine. The torch backend must have a GPU.
+    """Check that a backend runs on this machine. For the torch backend, a GPU is required.
 
     Args:
         bundle: Folder of the bundle.

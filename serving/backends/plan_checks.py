@@ -90,7 +90,9 @@ def probe_machine(kind: EngineKind) -> PlanTarget:
 def check_plans(
     kind: EngineKind, artifacts: Sequence[Artifact], machine: PlanTarget, plan_bytes: int
 ) -> None:
-    """Check whether plans run on a machine, by their manifest entries and without loading them.
+    """Check from the manifest entries of plans whether the plans run on a machine.
+
+    The plans are not loaded.
 
     Args:
         kind: Engine kind of the artifacts.
@@ -196,7 +198,7 @@ def _version_text(version: int | None) -> str:
 
 @contextlib.contextmanager
 def _import_errors(name: str, runtime: Runtime) -> Iterator[None]:
-    """Raise a BackendError with a remedy if an import within the block fails."""
+    """Context manager: convert errors of imports within it to BackendErrors with a remedy."""
     install = f'pip install "maskrcnn-trt[{runtime.extra}]"'
     try:
         yield

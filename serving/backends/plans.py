@@ -148,7 +148,7 @@ class PlanRuntime:
 
 @cache
 def _log_messages(trt: Any) -> None:
-    """Forward TensorRT's messages to Python's logging. Cached: each process does so only once."""
+    """Forward TensorRT's messages to Python's logging, once per process and module `trt`."""
 
     def log_message(severity: str, message: str) -> None:
         is_notable = severity == "WARNING" or severity in ERRORS
