@@ -88,8 +88,8 @@ class PlanRuntime:
 
         Args:
             path: Plan file.
-            is_version_compatible: Whether the plan contains code with which newer TensorRT versions
-                run it.
+            is_version_compatible: Whether newer TensorRT versions can run the plan, with code that
+                the plan contains.
 
         Raises:
             BackendError: the runtime rejects the plan. The message contains the reason.

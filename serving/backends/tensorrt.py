@@ -29,8 +29,8 @@ OUTPUT_DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
 class TensorRTBackend:
     """Backend that runs one plan of TensorRT or TensorRT-RTX per shape bucket (input size).
 
-    With TensorRT, but not with TensorRT-RTX, batches are replayed as CUDA graphs: one graph per
-    bucket, batch size and set of buffers, because a graph contains GPU addresses.
+    With TensorRT, but not with TensorRT-RTX, batches run as CUDA graphs. As a graph contains GPU
+    addresses, each bucket and batch size has one graph per set of buffers.
     """
 
     device: Final = "cuda"
@@ -86,9 +86,10 @@ class TensorRTBackend:
         return tuple(self._plans)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the plan of every input size with a batch of each size that the plan supports.
+        """Run the plan of every input size in each of the plan's batch sizes.
 
-        With TensorRT, but not with TensorRT-RTX, this captures the CUDA graphs. The method raises
+        If a batch size exceeds `max_batch`, the plan gets `max_batch` images and pads them. With
+        TensorRT, but not with TensorRT-RTX, this captures the CUDA graphs. The method raises
         the same errors as `infer`.
         """
         for bucket, plan in self._plans.items():
@@ -178,7 +179,7 @@ class TensorRTBackend:
             resources.callback(self._driver.synchronize)
 
     def _allocate(self, sizes: Mapping[str, int], resources: ExitStack) -> None:
-        """Allocate input and output buffers, which closing `resources` releases.
+        """Allocate input and output buffers. Closing `resources` releases them.
 
         `sizes` are the buffer sizes in bytes, by tensor name.
         """

@@ -17,9 +17,10 @@ class TensorRTDeviceBackend(TensorRTBackend):
     """TensorRT backend whose method `infer_on_device` takes batches of torch tensors on GPU 0."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the plan of every input size with a batch of each size that the plan supports.
+        """Run the plan of every input size in each of the plan's batch sizes.
 
-        With TensorRT, but not with TensorRT-RTX, this captures the CUDA graphs. The method raises
+        If a batch size exceeds `max_batch`, the plan gets `max_batch` images and pads them. With
+        TensorRT, but not with TensorRT-RTX, this captures the CUDA graphs. The method raises
         the same errors as `infer_on_device`.
         """
         for bucket, plan in self._plans.items():
@@ -34,11 +35,14 @@ class TensorRTDeviceBackend(TensorRTBackend):
     def infer_on_device(
         self, bucket: ShapeBucket, images: Tensor, image_sizes: Tensor
     ) -> ModelOutputs[Tensor]:
-        """Queue the computation of a batch, and make the current stream wait for it. Thread-safe.
+        """Queue a batch on the plans' stream, and make torch's current stream wait for it.
+
+        Thread-safe.
 
         Args:
             bucket: One of `buckets`.
-            images: [B, 3, bucket.height, bucket.width] RGB on the GPU.
+            images: [B, 3, bucket.height, bucket.width] RGB on the GPU. They are converted to the
+                plan's dtype.
             image_sizes: [B, 2] int64 on the GPU, height and width before padding.
 
         Returns:

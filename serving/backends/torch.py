@@ -46,8 +46,8 @@ class TorchBackend:
             max_batch: Maximum batch size.
 
         Raises:
-            BundleError: the bundle has no program of this precision, or a program's file is
-                missing or damaged, or its inputs differ from the manifest.
+            BundleError: the bundle has no program of this precision, a program's file is missing or
+                damaged, or a program's inputs differ from those in the manifest.
             BackendError: the GPU has too little memory.
         """
         on_gpu = torch.cuda.is_available()
@@ -116,11 +116,12 @@ class TorchBackend:
     def infer_on_device(
         self, bucket: ShapeBucket, images: Tensor, image_sizes: Tensor
     ) -> ModelOutputs[Tensor]:
-        """Queue the computation of a batch on the current stream. Not thread-safe.
+        """Queue a batch on torch's current CUDA stream; on the CPU, compute it. Not thread-safe.
 
         Args:
             bucket: One of `buckets`.
-            images: [B, 3, bucket.height, bucket.width] RGB on the device.
+            images: [B, 3, bucket.height, bucket.width] RGB on the device. They are converted to the
+                program's dtype.
             image_sizes: [B, 2] int64 on the device, height and width before padding.
 
         Returns:
@@ -185,7 +186,7 @@ def _format_target(target: CompileTarget) -> str:
 
 @contextlib.contextmanager
 def _enough_memory(max_batch: int) -> Iterator[None]:
-    """Convert torch's out-of-memory errors within the context to BackendErrors with a remedy.
+    """Context manager: convert torch's out-of-memory errors to BackendErrors with a remedy.
 
     Raises:
         BackendError: the GPU has too little free memory.

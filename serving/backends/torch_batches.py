@@ -55,7 +55,11 @@ class GraphedProgram:
         self._image_sizes = sizes.contiguous()
 
     def __call__(self, images: Tensor, image_sizes: Tensor) -> ModelOutputs[Tensor]:
-        """Queue the computation of at most `max_batch` images on the current stream.
+        """Queue the computation of B images on torch's current stream; B is at most `max_batch`.
+
+        Args:
+            images: [B, 3, H, W] on the GPU, padded to the bucket.
+            image_sizes: [B, 2] heights and widths before padding, on the GPU.
 
         Returns:
             New tensors, valid once the stream has run the queued work.
