@@ -116,7 +116,7 @@ class Connection:
 
     @contextlib.contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """Convert gRPC errors within the context into `ClientError`s; see `error_from_rpc`."""
+        """Context manager: convert gRPC errors into `ClientError`s; see `error_from_rpc`."""
         try:
             yield
         except _CALL_ERRORS as error:
@@ -138,10 +138,10 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
 
     Args:
         retries: Maximum number of retries of a request, 0..MAX_RETRIES.
-        keepalive_s: Idle seconds before a connection with an open call sends a keepalive ping, at
-            least 1; infinity disables pings. If no answer comes within 20 s, the connection is
-            closed. A gRPC server disconnects clients that ping too often; this package's server
-            allows a ping every 10 s.
+        keepalive_s: Seconds without traffic after which a connection with an open call sends a
+            keepalive ping. The minimum is 1; infinity disables pings. If no answer comes within
+            20 s, the connection is closed. A gRPC server disconnects clients that ping too often;
+            this package's server allows a ping every 10 s.
 
     Raises:
         ValueError: A value is out of range.

@@ -43,8 +43,9 @@ def request_from_image(
 
     Raises:
         TypeError: `image` is not an `ImageSource`.
-        RefusedError: The array is empty or not of shape [H, W, 3], or the image file is too large,
-            in an unsupported format, or a damaged BMP or TIFF. The status is INVALID_ARGUMENT.
+        RefusedError: The array is empty or not of shape [H, W, 3]. Or the image file exceeds
+            `MAX_FILE_BYTES`, has an unsupported format, or is a damaged BMP or TIFF. The status is
+            INVALID_ARGUMENT.
         OSError: The file cannot be read.
     """
     return request_from_options(_encoded_image(image), options, scheduling, request_id)
@@ -83,7 +84,7 @@ def _check_pixels(image: Any) -> None:
 
 
 def is_large(request: pb.DetectRequest) -> bool:
-    """Return whether a request exceeds 4 MiB, gRPC's default limit. If True, use `check_size`."""
+    """Return whether a request exceeds 4 MiB, gRPC's default limit. If so, call `check_size`."""
     return request.ByteSize() > _UNCHECKED_BYTES
 
 

@@ -193,7 +193,8 @@ def run_steps(steps: Sequence[FirstRunStep], report: Path, first: int = 1) -> bo
 def _run(step: FirstRunStep) -> tuple[str, str]:
     """Run the commands of a step. Return their output, and why the step failed ("" if it passed).
 
-    The command `pip` is not run; the versions of the installed packages are its output.
+    Commands that begin with `pip` are not run. Their output is replaced by the list of installed
+    packages and versions.
     """
     output = ""
     for command in step.commands:
