@@ -20,9 +20,9 @@ def model_sources(arguments: Sequence[str], config: ServeConfig) -> list[ModelSo
 
     Args:
         arguments: Arguments of the command. Each argument is a model reference (a bundle, a
-            checkpoint, or a name from `maskrcnn weights list`), NAME=REFERENCE, or a repository: a
-            folder with bundles in MODEL/VERSION, of which the newest version of each model is
-            served.
+            checkpoint, or a name from `maskrcnn weights list`), NAME=REFERENCE, or a repository. A
+            repository is a folder with bundles in MODEL/VERSION. The newest version of each of its
+            models is served.
         config: Settings of the server.
 
     Raises:

@@ -36,7 +36,7 @@ REPORT_OPTIONS = (
 
 
 def options_of(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds `options` to a command. Its help lists them in that order."""
+    """Return a decorator that adds `options` to a command, whose help lists them in this order."""
 
     def decorate(command: _Command) -> _Command:
         for option in reversed(options):

@@ -32,7 +32,7 @@ _MIN_CERTIFICATE_DAYS: Final = 14
 def diagnose(
     models: Sequence[ModelSource], config: ServeConfig, sources: Mapping[str, str]
 ) -> Iterator[CheckSection]:
-    """Check whether `serve` would start, section by section.
+    """Check whether `serve` would start. Yield the results of each section when it is complete.
 
     If no check finds a fault, the last section starts a server on a free port and stops it.
 
@@ -59,9 +59,9 @@ def diagnose(
 def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
     """Return the maximum total size in bytes of the request messages that a server holds at once.
 
-    `models` is the number of served models. The size of a message is its serialised size. A parsed
-    message takes several times as much memory until its image is decoded. With one model, up to
-    half of the messages are parsed.
+    `models` is the number of served models. Each message counts with its serialised size, although
+    a parsed message takes several times as much memory until its image is decoded. With one model,
+    at most half of the messages are parsed at the same time.
     """
     return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
 
@@ -232,7 +232,7 @@ async def _start(models: Sequence[ModelSource], config: ServeConfig) -> None:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect the texts of warnings and errors logged within the context. Do not print them."""
+    """Context manager: collect the texts of logged warnings and errors instead of printing them."""
     warnings: list[str] = []
 
     class _Collector(logging.Handler):
@@ -251,7 +251,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _error_text(error: Exception) -> str:
-    """Return an error's message, after its type unless it is a BundleError or ServingError."""
+    """Return an error's message; if not a BundleError or ServingError, `type: message`."""
     own = isinstance(error, (BundleError, ServingError))
     return str(error) if own else f"{type(error).__name__}: {error}"
 

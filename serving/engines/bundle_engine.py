@@ -91,7 +91,10 @@ class DeviceEngine:
     saturating_batches: Final = 3
 
     def __init__(self, backend: Backend, steps: BatchSteps) -> None:
-        """Take ownership of a backend and its steps. Closing the engine closes the backend."""
+        """Create an engine from a backend and the steps of a batch, which use the backend.
+
+        Closing the engine closes the backend.
+        """
         self._backend = backend
         self._compute = StepChain(steps)
         self.info = EngineInfo(

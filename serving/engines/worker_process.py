@@ -44,9 +44,10 @@ _SERVER_GONE = (EOFError, ConnectionError)
 
 
 class Channel:
-    """One end of a two-way channel between processes, with one message at a time per direction.
+    """One end of a two-way channel between processes.
 
-    `close`, or the deletion of the last reference, closes this end.
+    Each direction holds one message, which the next message overwrites. `close`, or the deletion of
+    the last reference, closes this end.
     """
 
     def __init__(self, connection: Connection, outgoing: int, incoming: int) -> None:
