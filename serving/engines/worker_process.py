@@ -85,7 +85,7 @@ class Channel:
         return cls(Connection(handle), outgoing, incoming)
 
     def send(self, message: object) -> None:
-        """Send a picklable object. In shared memory, it overwrites the message sent before.
+        """Send a picklable object. It overwrites this end's previous message in shared memory.
 
         Raises:
             OSError: one end of the channel is closed.
@@ -97,7 +97,10 @@ class Channel:
         self._connection.send([part.nbytes for part in parts])
 
     def poll(self, timeout_s: float | None) -> bool:
-        """Wait until a message arrives or the other end closes. Return False after `timeout_s`."""
+        """Return True when a message arrives or the other end closes; False after `timeout_s`.
+
+        `timeout_s` is in seconds. None: wait without a limit.
+        """
         return self._connection.poll(timeout_s)
 
     def receive(self, *, copy: bool) -> Any:
@@ -223,9 +226,10 @@ def _serve_channel(engine: Any, channel: Channel) -> None:
 
 
 def _portable_error(error: BaseException, context: str) -> Exception:
-    """Return `error` if the server expects its type, or else log it and return a BackendError.
+    """Return `error` if the server expects errors of this type. Otherwise return a BackendError.
 
-    The BackendError can always be unpickled by the server. Its message begins with `context`.
+    In that case `error` is logged. The server can always unpickle the BackendError, whose message
+    begins with `context`.
     """
     if isinstance(error, (BundleError, ImageError, ServingError)):
         return error

@@ -36,8 +36,8 @@ _MAX_PAUSE_S: Final = 30.0
 def front_end_count(config: ServeConfig) -> int:
     """Return the number of front-end processes. 0: the server's process accepts connections.
 
-    The number is `config.front_ends`. If this is None, it is the number of GPUs, or 0 if there are
-    fewer than two.
+    The number is `config.front_ends`. If that setting is None, the number is the number of GPUs, or
+    0 if there are fewer than two GPUs.
 
     Raises:
         BackendError: the GPU driver does not respond.
@@ -51,8 +51,9 @@ def front_end_count(config: ServeConfig) -> int:
 class FrontEndServer:
     """gRPC server whose connections are accepted by front-end processes.
 
-    The services run in this process. The front ends share the port through SO_REUSEPORT: the kernel
-    distributes the connections among them. If a front end ends, it is restarted.
+    The services run in the server's process, which creates this object. The front ends share the
+    port through SO_REUSEPORT: the kernel distributes the connections among them. If a front end
+    ends, it is restarted.
     """
 
     def __init__(
@@ -183,10 +184,11 @@ class _FrontEnd:
         return await asyncio.wrap_future(self._process.exited)
 
     async def stop(self, grace: float | None) -> None:
-        """Stop the process once its calls have ended. Kill it if it does not end in time.
+        """Stop the process once its calls have ended. Kill it if it ends too late.
 
         Args:
-            grace: Time limit of the open calls in seconds. None: cancel them at once.
+            grace: Time limit of the open calls in seconds. None: cancel them at once. The process
+                is killed if it has not ended `_END_S` after this limit.
         """
         if self._link and self._is_ready:
             self._link.send(Frame.STOP, payload=pickle.dumps(grace))
