@@ -97,10 +97,10 @@ class HttpCall(CallOutcome):
 
     @contextlib.asynccontextmanager
     async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
-        """Cancel the code within the context if the client disconnects.
+        """Context manager: cancel the code in the `async with` block if the client disconnects.
 
-        Read the request's body before entering the context, which discards all further messages of
-        the client.
+        Read the request's body before the block, because all messages of the client that arrive
+        during the block are discarded.
         """
         task = asyncio.current_task()
         assert task is not None

@@ -53,7 +53,7 @@ class HttpConnection(HttpToolsProtocol):
         self._slow_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Wait for the first request's head. If too many connections are open, close this one."""
+        """Limit the time for the first request's head, or close a connection beyond the maximum."""
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             transport.abort()
@@ -164,7 +164,10 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the rest of the body of the answered request."""
+        """Prepare for the next request.
+
+        If the body of the answered request is incomplete, limit the time for the rest of it.
+        """
         super().on_response_complete()
         if self.pipeline:  # receive no further requests before these have been answered
             self.flow.pause_reading()

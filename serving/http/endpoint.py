@@ -162,7 +162,7 @@ def http_error_response(error: HTTPException) -> Response:
 
 
 async def _send(response: Response, send: Send) -> None:
-    """Send an HTTP response, and wait until most of its body has left the write buffer."""
+    """Send an HTTP response, and wait until the connection's write buffer is nearly empty."""
     headers = response.raw_headers
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})

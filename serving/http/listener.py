@@ -54,7 +54,7 @@ class HttpServer:
 
     @contextlib.asynccontextmanager
     async def running(self, context: ssl.SSLContext | None) -> AsyncIterator[None]:
-        """Accept connections within the context. On exit, stop without a grace period.
+        """Context manager: accept connections. On exit, stop without a grace period.
 
         Args:
             context: TLS settings. None: connections are not encrypted.
