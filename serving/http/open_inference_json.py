@@ -37,7 +37,7 @@ _PARAMETER_FIELDS: Final = {
 
 
 class BinaryOutputs(NamedTuple):
-    """Rule for the output tensors that are returned as binary data: a default with exceptions."""
+    """Selection of the outputs to return as binary data: a default, and exceptions by name."""
 
     # Whether outputs are binary by default.
     is_default: bool
