@@ -107,7 +107,7 @@ class GpuDriver(Protocol):
 
 @functools.cache
 def load_driver() -> GpuDriver:
-    """Return the `GpuDriver` that uses pycuda if that is installed, else cuda-bindings.
+    """Return a `GpuDriver`, based on pycuda if it is installed, else on cuda-bindings.
 
     Raises:
         ModuleNotFoundError: neither pycuda nor cuda-bindings is installed.

@@ -264,8 +264,8 @@ def cuda_options(precision: Precision, memory_bound: int | None) -> dict[str, st
 
     Args:
         precision: Precision of the model.
-        memory_bound: GPU memory limit of the session in bytes. Within a limit, the session uses the
-            fastest cuDNN algorithms. None: no limit, and cuDNN algorithms that need little memory.
+        memory_bound: GPU memory limit of the session in bytes. With a limit, the session uses the
+            fastest cuDNN algorithms. None: no limit, but cuDNN algorithms that need little memory.
     """
     # The option `enable_cuda_graph` is not set, because ONNX Runtime cannot capture a model with
     # the operator `Loop`, and non-maximum suppression (`NmsKeep`) uses one.

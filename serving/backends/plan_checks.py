@@ -198,7 +198,7 @@ def _version_text(version: int | None) -> str:
 
 @contextlib.contextmanager
 def _import_errors(name: str, runtime: Runtime) -> Iterator[None]:
-    """Context manager: convert errors of imports within it to BackendErrors with a remedy."""
+    """Context manager: convert import errors to BackendErrors with a remedy."""
     install = f'pip install "maskrcnn-trt[{runtime.extra}]"'
     try:
         yield

@@ -86,11 +86,10 @@ class TensorRTBackend:
         return tuple(self._plans)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the plan of every input size in each of the plan's batch sizes.
+        """Run the plan of every input size with a batch of each size that the plan supports.
 
-        If a batch size exceeds `max_batch`, the plan gets `max_batch` images and pads them. With
-        TensorRT, but not with TensorRT-RTX, this captures the CUDA graphs. The method raises
-        the same errors as `infer`.
+        No batch has more than `max_batch` images. With TensorRT, but not with TensorRT-RTX, this
+        captures the CUDA graphs. The method raises the same errors as `infer`.
         """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:

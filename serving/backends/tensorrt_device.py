@@ -17,11 +17,10 @@ class TensorRTDeviceBackend(TensorRTBackend):
     """TensorRT backend whose method `infer_on_device` takes batches of torch tensors on GPU 0."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the plan of every input size in each of the plan's batch sizes.
+        """Run the plan of every input size with a batch of each size that the plan supports.
 
-        If a batch size exceeds `max_batch`, the plan gets `max_batch` images and pads them. With
-        TensorRT, but not with TensorRT-RTX, this captures the CUDA graphs. The method raises
-        the same errors as `infer_on_device`.
+        No batch has more than `max_batch` images. With TensorRT, but not with TensorRT-RTX, this
+        captures the CUDA graphs. The method raises the same errors as `infer_on_device`.
         """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:

@@ -111,7 +111,7 @@ class BatchSlot:
         self._loaded.wait()
 
     def keep(self, outputs: Sequence[Tensor]) -> None:
-        """Store the batch's outputs for `copy_out`. The current stream computes them."""
+        """Store the batch's outputs, which torch's current stream computes, for `copy_out`."""
         self._outputs = outputs
         self._computed.record()
 

@@ -43,7 +43,7 @@ def request_from_image(
 
     Raises:
         TypeError: `image` is not an `ImageSource`.
-        RefusedError: The array is empty or not of shape [H, W, 3]. Or the image file exceeds
+        RefusedError: The array is empty or not of shape [H, W, 3]; or the image file exceeds
             `MAX_FILE_BYTES`, has an unsupported format, or is a damaged BMP or TIFF. The status is
             INVALID_ARGUMENT.
         OSError: The file cannot be read.

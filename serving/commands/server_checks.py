@@ -32,7 +32,7 @@ _MIN_CERTIFICATE_DAYS: Final = 14
 def diagnose(
     models: Sequence[ModelSource], config: ServeConfig, sources: Mapping[str, str]
 ) -> Iterator[CheckSection]:
-    """Check whether `serve` would start. Yield the results of each section when it is complete.
+    """Check whether `serve` would start. Yield the results, one section at a time.
 
     If no check finds a fault, the last section starts a server on a free port and stops it.
 
@@ -251,7 +251,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _error_text(error: Exception) -> str:
-    """Return an error's message; if not a BundleError or ServingError, `type: message`."""
+    """Return an error's message, with the prefix `TYPE: ` except for BundleError, ServingError."""
     own = isinstance(error, (BundleError, ServingError))
     return str(error) if own else f"{type(error).__name__}: {error}"
 

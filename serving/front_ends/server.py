@@ -184,11 +184,11 @@ class _FrontEnd:
         return await asyncio.wrap_future(self._process.exited)
 
     async def stop(self, grace: float | None) -> None:
-        """Stop the process once its calls have ended. Kill it if it ends too late.
+        """Stop the process once its calls have ended.
 
         Args:
-            grace: Time limit of the open calls in seconds. None: cancel them at once. The process
-                is killed if it has not ended `_END_S` after this limit.
+            grace: Time limit of the open calls in seconds. None: cancel them at once. If the
+                process still runs `_END_S` seconds after this limit, it is killed.
         """
         if self._link and self._is_ready:
             self._link.send(Frame.STOP, payload=pickle.dumps(grace))

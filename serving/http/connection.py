@@ -53,7 +53,7 @@ class HttpConnection(HttpToolsProtocol):
         self._slow_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Limit the time for the first request's head, or close a connection beyond the maximum."""
+        """Start the first request's timer. If there are too many connections, close this one."""
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             transport.abort()
