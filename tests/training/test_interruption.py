@@ -79,7 +79,7 @@ def test_full_disks_are_reported(tiny: LoadTiny, tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"model_final\.pth.*disk space"):
+        with pytest.raises(CheckpointError, match=r"model_final\.pth.*space on the disk"):
             run_training(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

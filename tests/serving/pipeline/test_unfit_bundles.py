@@ -48,7 +48,7 @@ def replace_manifest_by_folder(bundle: Path) -> None:
 INVALID: list[tuple[Callable[[Path], None], str]] = [
     (partial(change, categories=[]), "categories: Tuple should have at least 1 item"),
     (partial(change, model_name=f"{MODEL}\n"), "model_name: String should match pattern"),
-    (partial(change, preprocessing={"min_size": 800, "max_size": 1333}), "fits the input size 96x160"),
+    (partial(change, preprocessing={"min_size": 800, "max_size": 1333}), "the input size 96x160"),
     (replace_manifest_by_folder, "manifest.json cannot be read (Is a directory)"),
 ]
 
