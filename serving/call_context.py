@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 class CallContext(Protocol):
     """Context of one request: the subset of `grpc.aio.ServicerContext` that HTTP supports too.
 
-    gRPC's own context implements it, and so do `front_ends.call.ForwardedCall` and
+    Implementations: gRPC's context class, `front_ends.call.ForwardedCall` and
     `http.call.HttpCall`.
     """
 
@@ -21,7 +21,7 @@ class CallContext(Protocol):
         """Return the metadata that the client sent. Names are in lower case."""
 
     async def read(self) -> Any:
-        """Return the client's next message in bytes, or `grpc.aio.EOF` after the last one."""
+        """Return the client's next message, serialised, or `grpc.aio.EOF` after the last one."""
 
     async def abort(self, code: "grpc.StatusCode", details: str = "") -> NoReturn:
         """End the call with an error status. Always raises an exception."""

@@ -1,4 +1,4 @@
-"""Child processes of the server: start, log forwarding, exit status, end when the parent ends."""
+"""Child processes of the server, which forward their logs to it and end when it ends."""
 
 import contextlib
 import logging
@@ -108,7 +108,7 @@ class ChildProcess:
 
 @contextlib.contextmanager
 def _block_stop_signals() -> Iterator[None]:
-    """Block SIGINT, SIGTERM and SIGHUP within the context. Processes started in it inherit this."""
+    """Block SIGINT, SIGTERM and SIGHUP in this process and in processes started in the context."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )

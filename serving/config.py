@@ -1,4 +1,4 @@
-"""Settings of the server, and choices of CLI options. Imports neither gRPC nor Pillow."""
+"""Settings of the server, and allowed values of CLI options. Imports neither gRPC nor Pillow."""
 
 import os
 import re
@@ -139,7 +139,7 @@ class ServeConfig(ServeFields):
 
     @property
     def ports(self) -> dict[str, int]:
-        """Ports to listen on, by the name of the setting. 0: a free port."""
+        """Map from setting name, such as `http_port`, to port number. 0: use any free port."""
         ports = {name: getattr(self, name) for name in ("port", "http_port", "metrics_port")}
         return {name: port for name, port in ports.items() if port is not None}
 

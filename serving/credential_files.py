@@ -97,10 +97,10 @@ class ReloadOnChange(Generic[T]):
 
 
 class TokenFile:
-    """Valid bearer tokens, read from a file that is read again when it changes.
+    """Valid bearer tokens from a file. If the file changes, it is reloaded.
 
-    If the file is emptied or deleted, no token is valid. If the file becomes invalid otherwise, the
-    previous tokens stay valid.
+    If the file is emptied or deleted, no token is valid. If it cannot be read or contains an
+    invalid token, the previous tokens stay valid.
     """
 
     def __init__(self, path: Path) -> None:

@@ -20,7 +20,7 @@ class BackendError(ServingError):
 
 
 class BackendDownError(BackendError):
-    """No worker process of the model is up, or the one that computed the request's batch ended."""
+    """No worker process of the model is up, or the process ended during the request's batch."""
 
 
 class UnloadedError(ServingError):
@@ -52,7 +52,7 @@ class RateLimitError(QueueFullError):
 
 
 class ExpiredError(ServingError):
-    """A request exceeded its own or the server's time limit."""
+    """A request exceeded the client's timeout or a time limit of the server."""
 
 
 class ReloadError(ServingError):

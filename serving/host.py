@@ -35,7 +35,7 @@ for index in range(count.value):
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return name and driver version of each NVIDIA GPU. Empty if nvidia-smi does not work."""
+    """Return a text `NAME (driver VERSION)` per NVIDIA GPU. Empty if nvidia-smi does not work."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(query, capture_output=True, check=True, text=True, timeout=30)
@@ -46,7 +46,7 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that CUDA lists, each as a value for CUDA_VISIBLE_DEVICES."""
+    """Return a value for CUDA_VISIBLE_DEVICES (such as an index) per GPU that CUDA finds."""
     count = len(gpu_bus_ids())
     names = os.environ.get(CUDA_VISIBLE_DEVICES)
     return names.split(",")[:count] if names else [str(index) for index in range(count)]
@@ -73,7 +73,7 @@ def gpu_bus_ids() -> list[str]:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the distributions that are installed, without importing them."""
+    """Map each installed package of `distributions` to its version, without importing it."""
     versions = {}
     for name in distributions:
         try:

@@ -119,7 +119,7 @@ def scheduling_from_request(request: pb.DetectRequest, peer: str, model: str) ->
 
 
 def encode_detections(detections: Detections) -> bytes:
-    """Serialise detections as a `DetectResponse`. `response_bytes` adds its ID and timing."""
+    """Serialise detections as a `DetectResponse` without the fields for request ID and timing."""
     response = pb.DetectResponse(height=detections.height, width=detections.width)
     if detections.rles is not None:
         # Serialising the detections by hand takes half the time of building messages, which matters

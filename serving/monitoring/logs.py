@@ -36,7 +36,7 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def name_call(client_id: str) -> str:
-    """Set the ID that log records of the current asyncio task show, and return this ID.
+    """Set the request ID in log records of the current asyncio task. Return this ID.
 
     Args:
         client_id: ID that the client sent for the call. If it is empty or invalid, a random ID is
@@ -48,13 +48,13 @@ def name_call(client_id: str) -> str:
 
 
 def name_request(message_id: str) -> None:
-    """Append a request's ID, if valid, to the ID that the current task's log records show."""
+    """Append a message's request ID, if valid, to the ID in the current task's log records."""
     if message_id and _ID.fullmatch(message_id):
         request_id.set(f"{request_id.get()}/{message_id}")
 
 
 def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
-    """Log to stderr: package `serving` at `level` and above, others at WARNING and above."""
+    """Log to stderr: package `serving` from `level` on, all other packages from WARNING on."""
     _reopen_closed_streams()
     handler = _BackgroundHandler()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())

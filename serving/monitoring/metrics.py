@@ -43,7 +43,7 @@ _Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Values of the label `reason` of a failed request, in this server's metric and in Triton's."""
+    """Values of the label `reason` in this server's and Triton's metrics of failed requests."""
 
     # For our metric maskrcnn_rejected_total.
     name: str
