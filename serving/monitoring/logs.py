@@ -48,7 +48,7 @@ def name_call(client_id: str) -> str:
 
 
 def name_request(message_id: str) -> None:
-    """Append a message's request ID, if valid, to the ID in the current task's log records."""
+    """Append `message_id`, if valid, to the request ID in the current task's log records."""
     if message_id and _ID.fullmatch(message_id):
         request_id.set(f"{request_id.get()}/{message_id}")
 

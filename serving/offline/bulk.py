@@ -46,19 +46,19 @@ def detect_many(
 
     Args:
         images: Contents of JPEG, PNG or WebP files, or their paths. The thread that consumes the
-            results iterates over them and reads the files.
+            results iterates over `images` and reads the files.
         backend: Backend, loaded for batches of `max_batch`.
         manifest: Manifest of the bundle that the backend was loaded from.
         options: Options that select the detections to keep and the format of their masks.
         max_batch: Maximum number of images in a batch.
         max_pixels: Maximum number of pixels of an image. Larger images are rejected.
         apply_orientation: Apply the rotation in the images' EXIF data.
-        threads: Maximum number of batches in decoding at once. The same limit applies separately to
-            batches in mask encoding.
+        threads: Maximum number of batches whose images are decoded concurrently. The same limit
+            applies separately to batches whose masks are encoded.
 
     Returns:
-        Generator of the detections or the error of each image, in order. Closing it cancels the
-        batches that have not started.
+        Generator of the detections or the error of each image, in input order. Closing the
+        generator cancels the batches that have not started.
     """
 
     def plan(source: bytes | Path) -> BatchEntry:
@@ -115,14 +115,14 @@ def run_in_batches(
 def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchSteps:
     """Return the processing steps for a backend.
 
-    They are `DeviceSteps`, which decode and encode on the backend's device, if it is a
-    `DeviceBackend`. Otherwise they are `HostSteps`, which decode and encode in CPU threads.
+    If the backend is a `DeviceBackend`, return `DeviceSteps`, which decode images and encode masks
+    on the backend's device. Otherwise return `HostSteps`, which do so in CPU threads.
 
     Args:
         backend: Backend that computes the model.
         manifest: Manifest of the backend's bundle.
-        threads: Maximum number of batches that `HostSteps` decode at once. The same limit applies
-            separately to batches whose masks they encode.
+        threads: Maximum number of batches that `HostSteps` decode concurrently. The same limit
+            applies separately to batches whose masks `HostSteps` encode.
     """
     if isinstance(backend, DeviceBackend):
         # Imported here because other backends must not load torch.
@@ -151,7 +151,7 @@ class _Pipeline:
         self._steps.synchronize()
 
     def submit(self, requests: Sequence[ImageRequest]) -> Future[list[Outcome]]:
-        """Start a batch of one input size. Return the future of its images' outcomes."""
+        """Start a batch of one input size. Return a future of the outcomes, one per request."""
         return self._threads.submit(self._compute, requests)
 
 
@@ -213,9 +213,9 @@ class _BatchQueue:
         return outcomes is not None and outcomes.done()
 
     def get(self) -> Outcome:
-        """Remove the oldest image, and wait for and return its outcome. Start its batch if needed.
+        """Remove the oldest image from the queue and return its outcome: detections or an error.
 
-        The outcome is the image's detections or its error.
+        If the image's batch has not started, start it. Wait for the outcome.
         """
         oldest = self._queue.popleft()
         if isinstance(oldest, ImageError):

@@ -80,7 +80,7 @@ def predict_with_ray(
 ) -> RaySummary:
     """Detect objects in all images of files, folders and buckets, with one model per GPU.
 
-    Without GPUs there is one model per CPU.
+    If the cluster has no GPU, run up to one model per CPU core.
 
     Args:
         bundle: Folder of the bundle. Each machine of the cluster needs it at this path.
@@ -120,11 +120,12 @@ def predict_with_ray(
 
 
 def stored_images(sources: Sequence[str]) -> StoredImages:
-    """Return the images among files and folders, each once. Folders are searched recursively.
+    """Find image files, without duplicates. Folders are searched recursively.
 
     Args:
-        sources: Absolute paths, or addresses such as `s3://bucket/folder`. A file is taken whatever
-            its name. A folder contributes its files with an image suffix, hidden ones included.
+        sources: Files and folders, as absolute paths or addresses such as `s3://bucket/folder`.
+            A file may have any name. In folders, only files with an image suffix are used,
+            including hidden ones.
 
     Raises:
         ServingError: A source is missing, there are no images, or a name is not UTF-8.
@@ -175,8 +176,8 @@ def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
     """Return the content of an image file.
 
     Raises:
-        ImageError: The file cannot be read, is too large or not in a supported format, or is a
-            damaged BMP or TIFF.
+        ImageError: The file cannot be read, is too large, has an unsupported format, or is a
+            damaged BMP or TIFF file.
     """
     try:
         # Without `compression=None` Arrow would decompress files named *.gz.
@@ -192,7 +193,7 @@ def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
 
 
 class _RayDetector:
-    """Ray actor that detects objects in batches of rows, with a model of its own."""
+    """Ray actor that loads a model and detects objects in batches of data set rows."""
 
     def __init__(self, options: DetectionOptions, predictor: dict[str, Any]) -> None:
         self._options = options
@@ -219,9 +220,9 @@ class _RayDetector:
 def _with_bytes(
     stores: Sequence[pyarrow.fs.FileSystem], row: dict[str, Any]
 ) -> dict[str, str | bytes]:
-    """Read the image that a data set row names. Return its path, its content and an error message.
+    """Read the image of a data set row. Return a row with the keys `path`, `bytes` and `error`.
 
-    If reading succeeds, the error message is "". If it fails, the content is empty.
+    If reading succeeds, `error` is "". If it fails, `error` is the message and `bytes` is empty.
     """
     path = row["path"]
     try:
@@ -247,7 +248,7 @@ def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RayS
 
 @contextlib.contextmanager
 def _translated_storage_errors() -> Iterator[None]:
-    """Convert storage errors that do not name a file to a ServingError that names a remedy."""
+    """Replace storage errors without a file name, raised in the context, by a ServingError."""
     try:
         yield
     except (OSError, pa.ArrowInvalid) as error:

@@ -133,7 +133,7 @@ async def _detect(
 
 
 def _not_encoded(detections: Detections) -> Detections:
-    """Return the detections unchanged, because `add_outputs` encodes those of all images later."""
+    """Return the detections unchanged. `add_outputs` encodes the detections of all images later."""
     return detections
 
 
@@ -149,7 +149,7 @@ def scheduling_from_request(
 
     Raises:
         InvalidRequestError: a parameter of the request is unknown, out of range or of the wrong
-            type, or the request's parameter `precision` differs from the argument.
+            type, or the request's parameter `precision` differs from the name's suffix.
     """
     values = _parameters_of(request)
     chosen = values.get("precision", precision)

@@ -171,7 +171,7 @@ def _dynamic_batching(config: ServeConfig) -> pb.ModelDynamicBatching:
 
 
 def _properties(model: ServedModel) -> dict[str, str]:
-    """Return model properties without a field in the protocol, as JSON text by property name."""
+    """Map the names of model properties that have no protocol field to their JSON text."""
     categories = model.manifest.categories
     properties = {
         "class_names": [category.name for category in categories],  # the first has label 1

@@ -29,19 +29,20 @@ class AdmissionController:
 
     - While slots are free and no request waits, each request is admitted. A single connection can
       use all slots.
-    - Otherwise a request waits if its connection, including this request, holds or waits for at
-      most its max-min fair share of the slots. A connection's only request may always wait,
-      unless more connections have requests than there are slots.
-    - Requests beyond that share are rejected, except requests of streams, which wait; see
+    - Otherwise let N be the slots that the connection holds or waits for, plus the slots of the new
+      request. If N is at most the connection's max-min fair share, the request waits. The only
+      request of a connection may always wait, unless there are more connections with requests than
+      slots.
+    - Requests beyond the fair share are rejected, except requests of streams, which wait; see
       `acquire`.
-    - Freed slots go to the waiting connection that holds the fewest slots; among equals, in
+    - Freed slots go to the waiting connection that holds the fewest slots; ties are resolved in
       round-robin order. If the free slots are too few for this connection's request, all other
       requests wait too, so that large requests are not overtaken forever.
 
-    If the server, at its recent service rate, cannot compute `capacity` images within `max_wait_s`
-    (constructor arguments), the number of slots is reduced: images that would wait longer are
-    rejected immediately. Batching is fair to connections too, so requests within their connection's
-    share are computed within `max_wait_s`.
+    `capacity` and `max_wait_s` are constructor arguments. If the server, at its recent service
+    rate, cannot compute `capacity` images within `max_wait_s`, it reduces the number of slots.
+    Images that would wait longer are then rejected immediately. Batches are also formed fairly
+    between connections, so requests within the fair share are computed within `max_wait_s`.
     """
 
     def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:
