@@ -134,8 +134,8 @@ class AdmissionController:
             wait: Whether a request that exceeds its connection's fair share may wait for slots.
 
         Raises:
-            QueueFullError: too many requests wait, and no connection has more of them than this
-                one; or `wait` is False, and `check` rejects the request.
+            QueueFullError: the queue is full, and no connection has more waiting requests than
+                `peer`. Or `wait` is False, and `check` rejects the request.
         """
         if not wait:
             self.check(peer, slots)
@@ -166,13 +166,13 @@ class AdmissionController:
             raise _too_many_waiting()
 
     def _make_room(self, peer: str) -> None:
-        """If the queue is full, reject a waiting request to make room for one of `peer`.
+        """If the queue is full, reject a waiting request to make room for a request of `peer`.
 
         The rejected request is the newest of the connection that has the most waiting requests.
 
         Raises:
             QueueFullError: the queue is full, and with one more waiting request, `peer` would have
-                at least as many of them as any other connection.
+                at least as many waiting requests as any other connection.
         """
         if sum(map(len, self._waiting.values())) < self._max_capacity:
             return

@@ -120,7 +120,7 @@ class Batcher(Generic[Item, Result]):
 
     @property
     def gpus(self) -> list[int | None]:
-        """Index, among CUDA's GPUs, of each worker's GPU. None: the worker computes on the CPU."""
+        """CUDA index (from 0) of each worker's GPU. None: the worker computes on the CPU."""
         on_gpu = self.info.device == "cuda"
         return [worker.process.resources.gpu if on_gpu else None for worker in self._workers]
 
@@ -194,7 +194,7 @@ class Batcher(Generic[Item, Result]):
             worker.process.exited.result()
 
     async def _next_batch(self) -> tuple[_WorkerState[Item, Result], _Batch[Item, Result]]:
-        """Wait until a worker can compute a next batch. Return the worker and the batch."""
+        """Wait until a batch and a worker for it are available. Return the worker and the batch."""
         while True:
             self._changed.clear()
             now = time.monotonic()
@@ -209,9 +209,9 @@ class Batcher(Generic[Item, Result]):
                 await asyncio.wait_for(self._changed.wait(), None if due is None else due - now)
 
     def _least_busy(self) -> _WorkerState[Item, Result] | None:
-        """Return the worker with the fewest in-flight batches, or None if none accepts a batch.
+        """Return the worker with the fewest in-flight batches. None: no worker accepts a batch.
 
-        Among equals, it is the worker whose last batch started first.
+        If several workers have equally few, return the one whose last batch started first.
         """
         able = [w for w in self._workers if w.is_up and w.in_flight < self.info.concurrency]
         return min(able, key=lambda worker: (worker.in_flight, worker.last_start), default=None)

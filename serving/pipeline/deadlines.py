@@ -1,4 +1,4 @@
-"""Deadlines of requests, and time limits of other work."""
+"""Deadlines of requests, and time limits of work such as loading a model."""
 
 import asyncio
 import contextlib

@@ -131,7 +131,7 @@ class ModelLifecycle:
 
 
 async def _release_when_unused(model: ServedModel, running: asyncio.Task[None]) -> None:
-    """Wait for a model's in-flight requests, cancel its batching task `running`, and close it."""
+    """Close a model after its in-flight requests have ended. Cancel its batching task `running`."""
     try:
         await model.unused()
     finally:

@@ -49,7 +49,7 @@ class ModelRepository:
 
     @property
     def states(self) -> dict[str, bool]:
-        """Whether each model can process requests now, by name.
+        """Map from model name to whether the model can process requests now.
 
         A model has the name NAME for its default precision, and a name `NAME-PRECISION` for each
         served precision. The names of the first model come first.
@@ -74,13 +74,14 @@ class ModelRepository:
         )
 
     def find_or_first(self, name: str) -> Pipeline:
-        """Return the pipeline that serves the model `name`, or the first model's if none does."""
+        """Return the pipeline that serves the model `name`. If none does, return `first`."""
         return next((own for own in self.pipelines if name in own.model.names), self.first)
 
     async def find_loadable(self, name: str) -> Pipeline:
-        """Return the pipeline that serves the model `name` or, if none does, could load it.
+        """Return the pipeline that serves the model `name` or can load it by reading its bundle.
 
-        A pipeline could load it if the manifest of the pipeline's bundle on disk has this name.
+        If no pipeline serves the model, return the first one whose bundle on disk has this model
+        name in its manifest.
 
         Raises:
             ModelNotFoundError: no served model and no manifest has this name.

@@ -9,14 +9,15 @@ _CALLS_PER_FREE_CALL = 8
 
 
 class OpenCalls:
-    """Number of open calls of each connection, and the limit on these numbers.
+    """Counter of the open calls of each connection, with a limit.
 
-    The server accepts at most `limit` open calls. If F of them are free, each connection may have
-    up to 8 * F open calls (dynamic thresholds; Choudhury and Hahne, 1998). A single connection can
-    thus open about 8/9 of `limit`, because 1/9 is then free. If a second connection opens calls, F
-    falls, and the first cannot open new calls until enough of its calls have ended. Each of the two
-    connections can then have about 8/17 of `limit`. A call beyond the limit is rejected at once,
-    because calls can stay open for hours.
+    The server accepts at most `limit` open calls. If F more calls can be opened, each connection
+    may have up to 8 * F open calls (dynamic thresholds; Choudhury and Hahne, 1998). A single
+    connection can thus open about 8/9 of `limit`, because F is then 1/9 of `limit`. If a second
+    connection opens calls, F falls, and the first connection cannot open new calls until enough of
+    its calls have ended. Each of the two connections can then have about 8/17 of `limit`. A call
+    beyond the limit is rejected immediately. It does not wait, because calls can stay open for
+    hours.
     """
 
     def __init__(self, limit: int) -> None:
@@ -30,7 +31,7 @@ class OpenCalls:
             peer: gRPC peer of the call; it identifies the client's connection.
 
         Raises:
-            QueueFullError: all connections together, or this one, have too many open calls.
+            QueueFullError: the server or the connection has too many open calls.
         """
         own, free = self._open[peer], self._limit - self._open.total() - 1
         if free < 0 or own > _CALLS_PER_FREE_CALL * free:

@@ -70,7 +70,8 @@ class Pipeline:
     def stream_window(self) -> int:
         """Maximum number of in-flight images per stream.
 
-        These images fill one batch more than all workers of the model can have in flight.
+        If all workers of the model together can have N batches in flight, the images of a stream
+        can fill N + 1 batches.
         """
         return (self.model.batcher().concurrency + 1) * self._config.max_batch
 
@@ -131,7 +132,8 @@ class Pipeline:
     ) -> TimedResult[EngineItem]:
         """Convert an image to the engine's input.
 
-        If decoding needs a reservation of host memory, it is held until the caller closes `memory`.
+        If decoding needs host memory beyond `decode_memory.small`, the memory stays reserved until
+        the caller closes `memory`.
         """
         small = self.decode_memory.small
         if host.is_quick(source):

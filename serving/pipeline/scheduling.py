@@ -137,9 +137,9 @@ class Schedule(Generic[T]):
         return waiting
 
     def due(self) -> float | None:
-        """Return the time at which the oldest item will have waited `max_delay_s`, in seconds.
+        """Return the time in seconds at which the oldest item will have waited `max_delay_s`.
 
-        The clock is that of `now` in `add`. None: no item is queued.
+        The time has the same origin as `now` in `add`. None: no item is queued.
         """
         return min((ticket.arrival + self._policy.max_delay_s for ticket in self), default=None)
 

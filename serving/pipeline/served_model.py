@@ -40,10 +40,10 @@ class ModelSource(NamedTuple):
     version: str | None = MODEL_VERSION
 
     def resolved(self) -> "ModelSource":
-        """Return the source of one version of the model.
+        """Return a source with a definite version.
 
-        If `version` is None, choose the newest version in the folder `bundle`. The result then has
-        the subfolder and the number of this version.
+        If `version` is set, return this source. If it is None, return a source for the newest
+        version: its subfolder of `bundle`, and its number as `version`.
 
         Raises:
             BundleError: `bundle` has no subfolder with a version.
@@ -69,7 +69,7 @@ class ModelSource(NamedTuple):
 
 
 def versions_in(folder: Path) -> list[str]:
-    """Return the versions of a model in ascending order: numbered subfolders with a bundle each."""
+    """Return the numeric names of the subfolders with a bundle, in ascending numerical order."""
     names = (path.parent.name for path in folder.glob(f"*/{MANIFEST_NAME}"))
     return sorted((name for name in names if re.fullmatch("[1-9][0-9]*", name)), key=int)
 
@@ -154,7 +154,7 @@ class ServedModel:
 
     @property
     def states(self) -> dict[str, bool]:
-        """Whether the model can process requests now, by name: NAME and each NAME-PRECISION."""
+        """Map each name of the model (NAME, NAME-PRECISION) to whether it can process requests."""
         return {
             name: not self.is_unloaded and self.batcher(precision).is_up
             for name, precision in self.names.items()

@@ -49,7 +49,7 @@ class FairThreadPool:
     async def run(
         self, peer: str, work: Callable[..., Value], *arguments: Any
     ) -> TimedResult[Value]:
-        """Call a function in a thread, and measure the call's duration and its wait for a thread.
+        """Call a function in a thread. Return its value, its duration and its wait for a thread.
 
         If the calling task is cancelled while it waits for a thread, the function is not called.
         If the task is cancelled later, the function runs to its end, and its result is dropped.
