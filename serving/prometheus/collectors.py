@@ -181,7 +181,7 @@ class LoopLag:
         self.worst_s = 0.0
 
     async def run(self) -> None:
-        """Measure the lag until cancelled. Log a warning after each 10 s with a lag above 0.1 s."""
+        """Measure the lag until cancelled. Warn after each 10 s window with any lag above 0.1 s."""
         while True:
             worst_s = await self._worst_of_window()
             self.worst_s = worst_s
@@ -232,7 +232,7 @@ class GpuCollector(Collector):
         return gpu_bus_ids()
 
     def _read_gpus(self) -> dict[str, dict[str, float]]:
-        """Return the metric values by GPU UUID and metric name."""
+        """Return a dict by GPU UUID, whose values are dicts of metric values by metric name."""
         gpus = {}
         with _skip_errors("no GPU"), _open_nvml():
             for bus_id in self._bus_ids:

@@ -81,7 +81,7 @@ class _Handler(WSGIRequestHandler):
 class _WsgiServer(ThreadingMixIn, WSGIServer):
     """HTTP server that closes each connection 5 s after accepting it.
 
-    If 32 connections are open, a new one closes the oldest.
+    If 32 connections are open and a new one is accepted, the oldest is closed.
     """
 
     daemon_threads = True  # so that a client cannot delay the shutdown

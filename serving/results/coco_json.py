@@ -13,10 +13,10 @@ from ..detections import Detections
 
 
 def image_ids(paths: Sequence[Path]) -> list[int | str]:
-    """Return the COCO image ID of each file: its name without suffix, as an int if it is decimal.
+    """Return the COCO image ID of each file: the name without suffix, as an int if it is decimal.
 
-    If files would have the same ID, such as `cat.jpg` and `cat.png`, their names with suffixes are
-    used instead.
+    Files that would have equal IDs, such as `cat.jpg` and `cat.png`, have their full file names as
+    IDs.
     """
     ids = [int(path.stem) if path.stem.isdecimal() else path.stem for path in paths]
     counts = Counter(ids)

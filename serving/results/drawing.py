@@ -25,7 +25,7 @@ Colour = tuple[int, int, int]
 
 
 def colour_from_label(label: int) -> Colour:
-    """Return a bright RGB colour for a label. Neighbouring labels get distinct hues."""
+    """Return a bright RGB colour (0..255) for a label. Consecutive labels have distinct hues."""
     red, green, blue = colorsys.hsv_to_rgb(label * _GOLDEN_RATIO % 1, 0.85, 1)
     return round(red * 255), round(green * 255), round(blue * 255)
 
@@ -38,7 +38,8 @@ def annotated_png(data: bytes, detections: Detections) -> bytes:
         detections: Detections of that image. Only RLE masks are drawn.
 
     Raises:
-        ImageError: `data` is invalid, or its image has more pixels than `detections` states.
+        ImageError: `data` is invalid, or the image has more pixels than `detections.height` x
+            `detections.width`.
     """
     image = decode_image(data, max_pixels=detections.height * detections.width)
     _draw_masks(image, detections)

@@ -34,9 +34,9 @@ _OTHER_SUFFIXES = frozenset({".avif", ".gif", ".heic", ".heif", ".jp2", ".jxl"})
 def image_files(sources: Sequence[Path]) -> list[Path]:
     """Return all files among `sources`, and the image files in all folders among `sources`.
 
-    Files among `sources` are returned whatever their suffix. In folders, subfolders are not
-    searched, and files are skipped unless their suffix is in `IMAGE_FILE_SUFFIXES`. Messages on
-    standard error name skipped images of other formats, and folders with images only in subfolders.
+    A file among `sources` may have any suffix. In folders, subfolders are not searched, and files
+    are skipped unless their suffix is in `IMAGE_FILE_SUFFIXES`. Messages on standard error name
+    skipped images in unsupported formats, and folders with images only in subfolders.
 
     Raises:
         click.UsageError: There are no images, or two images would have the same COCO image ID.
@@ -75,7 +75,7 @@ def _report_skipped(names: Sequence[str]) -> None:
 
 
 def _report_nested(folder: Path) -> None:
-    """If subfolders contain images, print one's path and that images in subfolders are not read."""
+    """If subfolders contain images, warn that these are not read, with the path of one image."""
     path = next(filter(is_image_file, folder.rglob("*")), None)
     if path is not None:
         click.echo(f"{folder}: images in subfolders, such as {path}, are not read", err=True)
@@ -122,15 +122,15 @@ def write_report(
 
     Args:
         files: The image files.
-        outcomes: Detections or error of each image, in the same order.
+        outcomes: Detections or error of each image, in the order of `files`.
         folder: Output folder, created if missing.
         formats: `pictures`: a PNG of each image with its detections. `coco`: one file of COCO
             results. `numpy`: an NPZ of each image with the arrays of `arrays_from_detections`. If
-            two images have the same ID (see `image_ids`), one's output overwrites the other's.
+            two images have the same ID (see `image_ids`), the later output overwrites the earlier.
 
     Raises:
-        click.ClickException: Some images failed. The results of the others are written.
-        OSError: A file could not be written. The message names it; earlier files stay.
+        click.ClickException: Some images failed. The results of successful images are written.
+        OSError: A file could not be written. The message names the file. Earlier files stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     report, failures = _Report(folder, formats, files), []

@@ -66,7 +66,7 @@ class AccessPolicy:
     | no         | no               | all clients          | loopback clients if `local_admin`     |
     | yes        | no               | tokens of token_file | nobody                                |
     | no         | yes              | all clients          | tokens of admin_token_file            |
-    | yes        | yes              | a token of either    | tokens of admin_token_file            |
+    | yes        | yes              | token of either file | tokens of admin_token_file            |
     """
 
     def __init__(self, config: ServeConfig) -> None:
