@@ -142,7 +142,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     """
 
     def __init__(self, policy: AccessPolicy, config: ServeConfig, models: ModelRepository) -> None:
-        """Create the interceptor. `config.queue_size` determines its limits on pending messages.
+        """Create the interceptor. It limits concurrent waits for messages by `config.queue_size`.
 
         Args:
             policy: Authorization rules.
@@ -194,7 +194,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return adapt(checked, None, handler.response_serializer)
 
     def pending_messages(self, method: str) -> PendingMessages:
-        """Return the set that limits the concurrent waits for request messages of `method`."""
+        """Return the limiter of concurrent waits for request messages of `method`."""
         return self._public_messages if is_public(method) else self._messages
 
     async def run(

@@ -95,7 +95,7 @@ class ServerCertificate:
         return None if loaded.is_valid else self._validity_error(loaded)
 
     def refresh(self) -> None:
-        """Load the certificate files again if they have changed, as each new connection does."""
+        """Reload the certificate files if they have changed. New connections also trigger this."""
         self._reloaded.current()
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
@@ -155,7 +155,7 @@ def server_certificate(config: ServeConfig) -> ServerCertificate | None:
 
 
 def _load(certificate: Path, key: Path, client_ca: Path | None) -> _Loaded:
-    """Load and validate the PEM files of a certificate chain, its key and the client CAs."""
+    """Load and validate PEM files, and return the TLS configuration for gRPC and for HTTP."""
     pem = _read(certificate, "tls_certificate")
     pair = _read(key, "tls_key"), pem
     authorities = None if client_ca is None else _read(client_ca, "tls_client_ca")
@@ -208,7 +208,7 @@ def _validity(certificate: Path, pem: bytes) -> tuple[datetime, datetime]:
 
 
 def _time(text: str) -> datetime:
-    """Parse an ASN.1 UTCTime (YYMMDDHHMMSS) or GeneralizedTime (YYYYMMDDHHMMSS)."""
+    """Convert an ASN.1 UTCTime (YYMMDDHHMMSS) or GeneralizedTime (YYYYMMDDHHMMSS) to UTC."""
     pattern = "%y%m%d%H%M%S" if len(text) == 12 else "%Y%m%d%H%M%S"
     return datetime.strptime(text, pattern).replace(tzinfo=UTC)
 

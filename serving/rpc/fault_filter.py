@@ -1,4 +1,4 @@
-"""Filter for gRPC's own log records."""
+"""Filter for log records of the gRPC library."""
 
 import logging
 

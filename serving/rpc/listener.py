@@ -185,8 +185,8 @@ def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, 
     """Return the gRPC options of the server or, if `front_ends` is above 0, of each front end.
 
     `front_ends` is the number of front-end processes. Each accepts an equal share of
-    `config.max_connections`. The other limits are not divided: they apply to each connection or,
-    for pending calls, to each process.
+    `config.max_connections`. Only this limit is divided. The limit on pending calls applies to each
+    process, all other limits to each connection.
     """
     connections = math.ceil(config.max_connections / max(1, front_ends))
     ports = 1 if front_ends or config.http_port is None else 2
