@@ -104,9 +104,9 @@ async def detection_server(
 ) -> AsyncIterator[str]:
     """Serve one or more bundles within the context. On exit, finish the in-flight requests.
 
-    The health service reports NOT_SERVING until the models are warmed up and after the context's
-    exit. It also does so while the first model is unloaded, or has no running worker process in its
-    default precision.
+    The health service reports NOT_SERVING until the models are warmed up, and again after the
+    context's exit. It also reports NOT_SERVING while the first model is unloaded, or has no running
+    worker process in its default precision.
 
     Args:
         models: Exported bundle folder, or the bundles and names of several models.

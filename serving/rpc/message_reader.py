@@ -260,10 +260,11 @@ def check_message(message: bytes, kind: Descriptor) -> None:
 def _walk(
     message: bytes, start: int, end: int, kind: Descriptor, prefix: str
 ) -> Iterator[tuple[str, _Field]]:
-    """Yield `path, field` for each field in `message[start:end]`, including nested messages.
+    """Yield a pair `(path, field)` per field in `message[start:end]`, including nested messages.
 
-    If the field is a string or packed integers, which protobuf parses element by element, `path` is
-    `prefix` plus the field's dotted name. Otherwise `path` is empty. `kind` is the message type.
+    `path` is `prefix` plus the field's dotted name if the field is a string or contains packed
+    integers. Protobuf parses these element by element. For all other fields, `path` is empty.
+    `kind` is the message type.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)

@@ -25,9 +25,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class Streams(Generic[Request]):
     """Open request streams of a gRPC service.
 
-    If no admission slot is free, a request waits for one, even if the connection exceeds its fair
-    share of the slots. Meanwhile the stream is not read, so HTTP/2 flow control slows the client
-    down.
+    If too few admission slots are free, a request waits, even if its connection exceeds its fair
+    share of the slots. While a request waits, no further request is read from the stream, so HTTP/2
+    flow control slows the client down.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Streams(Generic[Request]):
 
         Args:
             requests: Requests of the stream.
-            respond: Function that computes the response to a request. Its second argument is a
-                context manager that acquires the admission slots; enter it for the computation.
+            respond: Function of a request and a context manager that returns the response. The
+                function must compute within the context, which holds the admission slots.
             context: gRPC context of the call, to which the responses are written.
             in_order: Whether to write the responses in the order of the requests.
 

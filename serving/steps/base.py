@@ -27,7 +27,7 @@ class ImageRequest(NamedTuple):
 
 
 class DeviceRequest(NamedTuple):
-    """Input, for one image, of an engine that decodes images and encodes responses itself."""
+    """One image as the input of an engine that decodes images and encodes responses itself."""
 
     request: ImageRequest
     encoder: ResponseEncoder
@@ -75,7 +75,7 @@ class BatchSteps(Protocol):
 class StepChain:
     """Callable that runs all steps on a batch in the calling thread. Thread-safe.
 
-    At most `Step.threads` batches are in a step at once; further batches wait.
+    At most `Step.threads` batches run in a step concurrently. Further batches wait for the step.
     """
 
     # One thread per batch, not one per step: fewer threads then compete for the GIL.

@@ -24,15 +24,15 @@ _USUAL_CHARACTERS_PER_RUN: Final = 2
 def scales_and_limits(
     sizes: NDArray[np.int64], source_sizes: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return factors that scale boxes from resized to source images, and limits that clip them.
+    """Return scale factors and clip limits for boxes, from resized images to source images.
 
     Args:
         sizes: [B, 2], height and width of the resized images.
         source_sizes: [B, 2], height and width of the source images.
 
     Returns:
-        [2, B, 1, 4]. Index 0: factors of xyxy. Index 1: upper limits of xyxy in pixels of the
-        source images.
+        [2, B, 1, 4] float32. Index 0: factor for each coordinate of an xyxy box. Index 1: upper
+        limit of each coordinate in pixels of the source image.
     """
     # In NumPy, because torch would launch ten kernels on the GPU.
     corners, limits = (
