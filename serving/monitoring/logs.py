@@ -54,7 +54,7 @@ def name_request(message_id: str) -> None:
 
 
 def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
-    """Log to stderr: package `serving` from `level` on, all other packages from WARNING on."""
+    """Log to stderr: `serving` at `level` and above, other packages at WARNING and above."""
     _reopen_closed_streams()
     handler = _BackgroundHandler()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())

@@ -135,7 +135,7 @@ class AdmissionController:
 
         Raises:
             QueueFullError: the queue is full, and no connection has more waiting requests than
-                `peer`. Or `wait` is False, and `check` rejects the request.
+                `peer` (counting this one). Or `wait` is False, and `check` rejects the request.
         """
         if not wait:
             self.check(peer, slots)

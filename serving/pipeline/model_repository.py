@@ -78,7 +78,7 @@ class ModelRepository:
         return next((own for own in self.pipelines if name in own.model.names), self.first)
 
     async def find_loadable(self, name: str) -> Pipeline:
-        """Return the pipeline that serves the model `name` or can load it by reading its bundle.
+        """Return the pipeline that serves or can load the model `name`.
 
         If no pipeline serves the model, return the first one whose bundle on disk has this model
         name in its manifest.

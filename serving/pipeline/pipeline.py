@@ -132,8 +132,8 @@ class Pipeline:
     ) -> TimedResult[EngineItem]:
         """Convert an image to the engine's input.
 
-        If decoding needs host memory beyond `decode_memory.small`, the memory stays reserved until
-        the caller closes `memory`.
+        If decoding needs a reservation of host memory, the reservation lasts until the caller
+        closes `memory`.
         """
         small = self.decode_memory.small
         if host.is_quick(source):

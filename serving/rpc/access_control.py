@@ -142,7 +142,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     """
 
     def __init__(self, policy: AccessPolicy, config: ServeConfig, models: ModelRepository) -> None:
-        """Create the interceptor. It limits concurrent waits for messages by `config.queue_size`.
+        """Create the interceptor. `config.queue_size` limits the waits for request messages.
 
         Args:
             policy: Authorization rules.

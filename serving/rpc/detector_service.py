@@ -113,9 +113,9 @@ class DetectorService:
                 process.
             admission: Context manager that holds an admission slot. None: acquire a slot from the
                 model's `AdmissionController`.
-            finish: Function that converts the encoder's result to the returned value. It runs in a
-                thread of this process, and its run time counts as encoding time. None: return the
-                encoder's result.
+            finish: Function that converts the encoder's result to the value to return. It runs in a
+                thread of this process. Its duration and its wait for the thread count as encoding
+                time. None: return the encoder's result.
             finish_memory: Peak memory of `finish` in bytes per pixel of the image.
 
         Raises:

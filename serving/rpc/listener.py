@@ -186,7 +186,7 @@ def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, 
 
     `front_ends` is the number of front-end processes. Each accepts an equal share of
     `config.max_connections`. Only this limit is divided. The limit on pending calls applies to each
-    process, all other limits to each connection.
+    process. The remaining limits apply to each connection.
     """
     connections = math.ceil(config.max_connections / max(1, front_ends))
     ports = 1 if front_ends or config.http_port is None else 2

@@ -49,7 +49,7 @@ class StreamEvent:
             pause_s = min(2 * pause_s, longest_pause_s)
 
     def block(self, stream: Any) -> None:
-        """Make another stream wait for the event."""
+        """Make the CUDA stream `stream` wait for the event. On the CPU, do nothing."""
         if self._event is not None:
             stream.wait_event(self._event)
 
@@ -89,8 +89,8 @@ def pixels_from_host(image: PlannedImage) -> Tensor | ImageError:
     """Decode and resize an image on the CPU.
 
     Returns:
-        [3, h, w] on the CPU: float32 if the resize rule is `torchvision`, else uint8. If the image
-        is invalid, the error.
+        [3, h, w] on the CPU, where h and w are the resized size. float32 if the resize rule is
+        `torchvision`, else uint8. If the image is invalid, the error.
     """
     try:
         pixels = resized_pixels(image)

@@ -64,9 +64,9 @@ class HostProcessor:
         Returns:
             item: Output of `prepare`. None: `prepare` would take more than `small` bytes. Never
                 None for an end-to-end engine, because `prepare` then reads only the header.
-            memory: Host memory in bytes that decoding still needs, and that the caller must reserve
-                first: for the call of `prepare` if `item` is None, else until the end-to-end engine
-                has decoded the image. 0: none.
+            memory: Host memory in bytes that the caller must reserve before the image is decoded.
+                If `item` is None, `prepare` decodes the image. Otherwise the end-to-end engine
+                decodes it, and the reservation must last until then. 0: reserve nothing.
 
         Raises:
             ImageError: invalid image.
@@ -146,8 +146,8 @@ class HostSteps:
         Args:
             backend: Backend that computes the model.
             manifest: Manifest of the backend's bundle.
-            threads: Maximum number of batches in decoding at once. The same limit applies
-                separately to batches in mask encoding.
+            threads: Maximum number of batches whose images are decoded concurrently. The same limit
+                applies separately to batches whose masks are encoded.
         """
         self._backend = backend
         self._manifest = manifest

@@ -76,7 +76,7 @@ def detections_from_outputs(
 
 
 def kept_rows(scores: NDArray[np.float32], options: DetectionOptions) -> NDArray[np.intp]:
-    """Return the indices of the detections that `options` select. `scores` [N] must descend."""
+    """Return indices of the detections that `options` select from descending `scores` [N]."""
     return np.flatnonzero(scores > options.score_threshold)[: options.max_detections]
 
 
@@ -136,7 +136,7 @@ def detections_from_rows(
 def _source_boxes(boxes: NDArray[np.float32], image: ResizedImage) -> NDArray[np.float32]:
     """Scale boxes [N, 4] from the resized image to the source image, and clip them to it.
 
-    As in torchvision, x and y have scale factors of their own.
+    As in torchvision, x and y are scaled by separate factors.
     """
     source_height, source_width = image.source_size
     height, width = image.size
@@ -166,8 +166,8 @@ def polygons_from_probabilities(
         paste: Convention for the positions of the mask's samples in the box.
 
     Returns:
-        The outlines of each mask in pixels of the image; empty if the mask has no area in the
-        image.
+        For each mask, a tuple of outlines, each [P, 2] x, y in pixels of the image. The tuple is
+        empty if the mask has no area in the image.
     """
     found: list[list[NDArray[np.float32]]] = [[] for _ in masks]
     if not found:
@@ -237,6 +237,6 @@ def _grids(
 
 
 def _area(ring: NDArray[np.float32]) -> float:
-    """Return twice the area of a ring [P, 2]; exactly 0 if it is flat, as along an image edge."""
+    """Return twice the area of a ring [P, 2]. Exactly 0 if all points are on one image edge."""
     x, y = (ring - ring[:1]).astype(np.float64).T
     return float(x[:-1] @ y[1:] - x[1:] @ y[:-1])

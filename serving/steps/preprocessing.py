@@ -33,7 +33,7 @@ class ModelInput(NamedTuple):
 
 
 class PlannedImage(NamedTuple):
-    """Source image with the parameters of its preprocessing, as computed from its header."""
+    """Source image with preprocessing parameters that were computed from the image's header."""
 
     # In a worker, an encoded image is a view of the memory that it shares with the server.
     source: SourceImage | memoryview
