@@ -1,4 +1,4 @@
-"""Child processes of the server, which forward their logs to it and end when it ends."""
+"""Child processes that send their log records to the server and end when the server ends."""
 
 import contextlib
 import logging
@@ -108,7 +108,7 @@ class ChildProcess:
 
 @contextlib.contextmanager
 def _block_stop_signals() -> Iterator[None]:
-    """Block SIGINT, SIGTERM and SIGHUP in this process and in processes started in the context."""
+    """Within the context, block SIGINT, SIGTERM and SIGHUP. New child processes inherit it."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )

@@ -20,7 +20,7 @@ class BackendError(ServingError):
 
 
 class BackendDownError(BackendError):
-    """No worker process of the model is up, or the process ended during the request's batch."""
+    """No worker process is up for the model, or one ended while it computed the request's batch."""
 
 
 class UnloadedError(ServingError):

@@ -73,7 +73,7 @@ def gpu_bus_ids() -> list[str]:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Map each installed package of `distributions` to its version, without importing it."""
+    """Return the version of each installed package in `distributions`. No package is imported."""
     versions = {}
     for name in distributions:
         try:

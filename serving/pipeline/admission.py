@@ -31,7 +31,7 @@ class AdmissionController:
       use all slots.
     - Otherwise let N be the slots that the connection holds or waits for, plus the slots of the new
       request. If N is at most the connection's max-min fair share, the request waits. The only
-      request of a connection may always wait, unless there are more connections with requests than
+      request of a connection may always wait, unless the connections with requests outnumber the
       slots.
     - Requests beyond the fair share are rejected, except requests of streams, which wait; see
       `acquire`.
@@ -40,7 +40,7 @@ class AdmissionController:
       requests wait too, so that large requests are not overtaken forever.
 
     `capacity` and `max_wait_s` are constructor arguments. If the server, at its recent service
-    rate, cannot compute `capacity` images within `max_wait_s`, it reduces the number of slots.
+    rate, cannot compute `capacity` images within `max_wait_s`, the number of slots is reduced.
     Images that would wait longer are then rejected immediately. Batches are also formed fairly
     between connections, so requests within the fair share are computed within `max_wait_s`.
     """

@@ -61,8 +61,9 @@ class Streams(Generic[Request]):
 
         Args:
             requests: Requests of the stream.
-            respond: Function of a request and a context manager that returns the response. The
-                function must compute within the context, which holds the admission slots.
+            respond: Function that returns the response to a request. Arguments: the request, and a
+                context manager that acquires the admission slots. `respond` must compute the
+                response within this context.
             context: gRPC context of the call, to which the responses are written.
             in_order: Whether to write the responses in the order of the requests.
 
