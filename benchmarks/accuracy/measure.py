@@ -133,14 +133,16 @@ def evaluate_bundle(
 def _detect(
     records: Sequence[ImageRecord], detect: Callable[..., Iterator[Outcome]], upright_first: bool
 ) -> Generator[tuple[ImageRecord, Outcome], None, None]:
-    """Yield each image's record with its detections in the annotated orientation, or an error.
+    """Yield each image's record with its detections, or with an error if the image is invalid.
+
+    Detections are in the orientation in which the image was annotated.
 
     Args:
         records: images to process.
-        detect: function that takes image paths and `apply_orientation`, and yields one outcome per
-            image.
-        upright_first: value of `apply_orientation` in the first attempt. If the image's size is not
-            the annotated one, the other value is tried.
+        detect: function that takes image paths and the argument `apply_orientation`, and yields
+            detections or an error per image.
+        upright_first: value of `apply_orientation` in the first attempt. Images whose size then
+            differs from the annotated size are processed again with the opposite value.
     """
     others = []
     for record, outcome in _pairs(records, partial(detect, apply_orientation=upright_first)):

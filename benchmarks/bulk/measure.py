@@ -110,7 +110,10 @@ def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
 def _fitting_images(
     images: Sequence[bytes], backend: Backend, manifest: Manifest
 ) -> Sequence[bytes]:
-    """Return the images that fit an input size of the backend, or `images` if none of them fits."""
+    """Return the images for which the backend has a large enough input size.
+
+    If there are none, return all of `images`.
+    """
     fitting = []
     for data in images:
         with contextlib.suppress(ImageError):
@@ -130,9 +133,10 @@ def _planned(data: bytes, backend: Backend, manifest: Manifest) -> PlannedImage:
 def _request_batch(
     images: Sequence[bytes], backend: Backend, manifest: Manifest, batch: int
 ) -> list[ImageRequest]:
-    """Return `batch` requests with images for one input size, the most frequent among `images`.
+    """Return `batch` requests that all have the same input size.
 
-    If fewer than `batch` images are for this input size, they are repeated.
+    It is the input size that most of `images` need. If fewer than `batch` images need it, these
+    images are repeated.
     """
     by_bucket: dict[ShapeBucket, list[ImageRequest]] = defaultdict(list)
     for data in images:

@@ -108,7 +108,7 @@ def _plot_steps(axes: "Axes", results: Sequence[BulkResult]) -> None:
     """Plot milliseconds per image over batch size.
 
     Stacked bars show the time of each step when it runs alone. Points show the time when all steps
-    run concurrently, and the time of the engine alone.
+    run concurrently, and the time of the model step when it runs alone without pauses.
     """
     labels = [str(result.batch) for result in results]
     bottoms = [0.0] * len(results)

@@ -93,7 +93,7 @@ def photo_like_jpegs() -> list[bytes]:
 def batch_from_encoded(
     images: Sequence[bytes], bucket: ShapeBucket, count: int
 ) -> NDArray[np.uint8]:
-    """Return a batch [count, 3, H, W] of decoded images, each stretched to the size `bucket`.
+    """Decode images, stretch each to the size `bucket`, and return a batch [count, 3, H, W] RGB.
 
     If there are fewer than `count` images, they are repeated.
 

@@ -190,7 +190,7 @@ def peak_memory_mib(kind: MemoryKind) -> float:
     """Return the peak memory use in MiB since `reset_peak_memory`.
 
     `cpu` is this process's resident memory, `torch` the GPU memory reserved by torch. For `driver`,
-    return all GPU memory in use now, not a peak.
+    return the memory of GPU 0 that all processes use now, not a peak.
     """
     # The driver reports no peak. The memory in use comes close to it, because libraries other than
     # torch keep the memory that they have allocated.
@@ -209,7 +209,7 @@ def peak_memory_mib(kind: MemoryKind) -> float:
 
 
 def measure_process_usage(pid: int, start: float, end: float) -> ProcessUsage:
-    """Measure a process and its descendants from `start` to `end`, and block until `end`.
+    """Measure CPU and memory use of a process and its descendants. Block until `end`.
 
     Args:
         pid: Process ID of the process.
@@ -249,7 +249,7 @@ class _Thread(NamedTuple):
 
 
 def _thread_ticks(pid: int) -> dict[_Thread, int]:
-    """Return the CPU time, in ticks, of each thread of a process and its descendants."""
+    """Map each thread of a process and its descendants to the thread's CPU time in ticks."""
     ticks = {}
     for member, (process_name, _) in _process_tree_stats(pid).items():
         for folder in Path(f"/proc/{member}/task").glob("*"):
