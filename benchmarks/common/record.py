@@ -108,8 +108,8 @@ def publish(record: Record, json_path: Path | None = None, folder: Path | None =
 
     Args:
         record: the record.
-        json_path: path of a JSON file to write. None: write no separate JSON file.
-        folder: folder for the page, the PNG and the JSON file. None: write none of these three.
+        json_path: path of a JSON file to write. None: write none there.
+        folder: folder for a Markdown page, a PNG and another JSON file. None: write none of these.
     """
     console = Console()
     console.print(Text(record.title, style="bold"))

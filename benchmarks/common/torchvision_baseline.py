@@ -27,8 +27,8 @@ from ...training.trainer import AUTOCAST_DTYPES, Trainer
 def torchvision_from_config(config: ModelConfig) -> TorchvisionMaskRCNN:
     """Build torchvision's Mask R-CNN with random weights. Its state dict has this project's keys.
 
-    If torchvision lacks layers of the configured model, such as those of C4, no error is raised
-    here, but `load_state_dict` of the result fails.
+    If torchvision lacks layers of the configured model, such as the layers of a C4 model, this
+    function raises no error, but `load_state_dict` of the returned model does.
     """
     roi, rpn, anchors = config.roi, config.rpn, config.anchors
     return TorchvisionMaskRCNN(
@@ -126,7 +126,10 @@ class TorchvisionTrainer:
 
     @property
     def evaluated_model(self) -> MaskRCNN:
-        """This project's model with the trained weights. It detects the same as torchvision's."""
+        """This project's model with the trained weights.
+
+        Its detections are the same as those of torchvision's model.
+        """
         model = MaskRCNN(self._config.model)
         model.load_state_dict(self._model.state_dict())
         return model.to(self._device)

@@ -104,15 +104,16 @@ def _models_from(
 
     Args:
         references: paths, or names of published models.
-        with_weights: whether to add the weights file of each name, for torchvision's model.
+        with_weights: whether to return also the weights file of each published model, which
+            torchvision's model needs.
         backend: backend that the exported bundle must support.
         precisions: precisions to export.
         bucket: input size to export. None: use the model's default.
 
     Raises:
         click.BadParameter: A path does not exist.
-        ZooError: No published model has this name, or this program does not support that model.
-        DownloadError: A download failed, or a file has another checksum.
+        ZooError: No published model has this name, or this program does not support the model.
+        DownloadError: A download failed, or a file does not have the published checksum.
     """
     from ...model.weights.downloads import weights_path
     from ...model.weights.zoo import is_zoo_name

@@ -51,7 +51,10 @@ class KernelTotal:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """GPU time of a batch by model stage, from the first kernel's start to the last one's end."""
+    """GPU time of one batch by model stage.
+
+    The batch lasts from the start of its first kernel to the end of its last kernel.
+    """
 
     engine: str
     precision: Precision
@@ -82,7 +85,7 @@ def measure_stages(run: BatchRun, precision: Precision, batch: int) -> StageTime
     """Profile several runs of a batch. Return the mean GPU time of a run by stage and kernel.
 
     Raises:
-        ValueError: the batches did not run the same number of kernels.
+        ValueError: the runs did not all start the same number of GPU activities.
     """
     run.run()  # one-time work, such as graph capture, stays out of the profile
     activities = profile_gpu(run.run, _BATCHES)

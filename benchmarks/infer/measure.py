@@ -108,11 +108,11 @@ def measure_models(
     Args:
         models: Bundles and checkpoints.
         settings: Engines, batch sizes, images and durations.
-        on_measurement: Function that is called with each result, failure and profile when it is
-            complete. None: the first failure is raised as an error.
+        on_measurement: Function that is called with each result, failure and GPU profile as soon
+            as it is measured. None: the first failure raises an error.
 
     Returns:
-        The results, without failures and profiles.
+        The results, without failures and GPU profiles.
 
     Raises:
         BundleError: the first model is a bundle that cannot be read.
@@ -136,12 +136,13 @@ def measure_models(
 
 
 def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[MatmulRoofline]:
-    """Return upper bounds of the throughput of the first checkpoint among `models`.
+    """Return one upper bound of the throughput per precision, except for int8 and fp8.
 
-    There is one per precision, except int8 and fp8. If there is no checkpoint or no GPU, return [].
+    The bounds are for the first model that is a file. Files must be checkpoints, folders are
+    bundles. If no model is a file, or there is no GPU, return [].
 
     Raises:
-        CheckpointError: the first file among `models` is not a checkpoint.
+        CheckpointError: the first file is not a checkpoint.
         ProcessError: the measuring process died.
     """
     checkpoint = next((model for model in models if model.is_file()), None)
