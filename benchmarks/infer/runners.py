@@ -35,7 +35,7 @@ InferBaseline = Literal["torchvision", "onnxruntime"]
 
 @dataclass(frozen=True)
 class BatchRun:
-    """Functions that run one batch on an engine, with data on the device or on the host."""
+    """Functions that run one batch on an engine, with input and output in one kind of memory."""
 
     # Name of the engine, such as `onnxruntime`.
     engine: str
@@ -62,9 +62,9 @@ class Runner(Protocol):
     """Interface of the runners of all engines."""
 
     def batch_runs(self, images: NDArray[np.uint8]) -> Sequence[BatchRun]:
-        """Return functions that infer images [B, 3, H, W], from device and from host memory.
+        """Return a `BatchRun` of images [B, 3, H, W] for each memory that the engine supports.
 
-        If the engine does not support one of these memories, its function is left out.
+        The memories are device memory and host memory, in this order.
         """
 
 
@@ -92,8 +92,10 @@ class EngineChoice:
 
         Raises:
             BundleError: the bundle cannot be read, or lacks the precision or the input size.
+                Or a checkpoint is to run in int8 or fp8, which need a bundle.
             BackendError: the backend does not run on this machine or not with these batch sizes.
-            CheckpointError: the file is not a checkpoint, or torchvision has no such model.
+            CheckpointError: the file is not a checkpoint, or torchvision has no model of the
+                checkpoint's configuration.
         """
         if self.model.is_dir():
             return BundleRunner(self.model, self.precision, self.backend, bucket, max_batch)
@@ -144,7 +146,7 @@ class BundleRunner:
             raise BundleError(f"{bundle} has no input size {bucket}; choose from {sizes}")
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return functions that infer the images: from device memory, if supported, and host."""
+        """Return a `BatchRun` for device memory, if the backend supports it, and one for host."""
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)
         infer = functools.partial(backend.infer, bucket, images, sizes)
@@ -212,7 +214,7 @@ class TorchRunner:
         self.model.eval().to(self.device)
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return a function that infers images [B, 3, H, W] from device memory to device memory."""
+        """Return one `BatchRun` of images [B, 3, H, W], with input and output on the device."""
         import torch
 
         from ...training.trainer import AUTOCAST_DTYPES
@@ -265,7 +267,7 @@ def torchvision_from_checkpoint(checkpoint: "Checkpoint", precision: Precision) 
     A run includes torchvision's resizing of the images and pasting of the masks.
 
     Raises:
-        CheckpointError: torchvision has no such model.
+        CheckpointError: torchvision has no model of the checkpoint's configuration.
     """
     from ...model.checkpoint import CheckpointError
     from ..common.torchvision_baseline import torchvision_from_config

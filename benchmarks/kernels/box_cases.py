@@ -206,7 +206,10 @@ def _anchors(workload: Workload) -> Tensor:
 
 
 def _maps(workload: Workload) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return all feature maps' strides (y, x) in pixels and sizes (height, width) in cells."""
+    """Return two lists with one item per FPN level: strides and sizes of the feature maps.
+
+    Strides are (y, x) in pixels, sizes (height, width) in cells.
+    """
     grids = [workload.grid(stride) for stride in STRIDES]
     return [(workload.height // rows, workload.width // columns) for rows, columns in grids], grids
 

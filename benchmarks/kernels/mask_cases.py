@@ -162,7 +162,7 @@ def compression_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def _instances_and_rois(workload: Workload) -> tuple[int, Tensor, Tensor]:
-    """Return the number of instances, RoIs [K, 4] (xyxy), and each RoI's instance index [K]."""
+    """Return the instance count, K RoIs [K, 4] (xyxy in pixels), and their instance indices [K]."""
     count = workload.count(20 * workload.batch)
     rois = workload.count(128 * workload.batch)
     unit = workload.height / 8

@@ -112,8 +112,8 @@ class Workload:
     def count(self, full: int) -> int:
         """Return `full` times the attribute `share`, rounded, but at least 1.
 
-        `full` is the usual number of RoIs, candidates or instances, and `share` the fraction of it
-        that this workload has.
+        `full` is the usual number of RoIs, candidates or instances. A `share` below 1 makes the
+        workload smaller.
         """
         return max(1, round(full * self.share))
 
@@ -130,9 +130,10 @@ class Workload:
         return torch.randint(end, shape, generator=self.generator).to(self.device)
 
     def boxes(self, *shape: int) -> Tensor:
-        """Return random boxes [*shape, 4], xyxy in pixels, clipped to the image without padding.
+        """Return random boxes [*shape, 4], xyxy in pixels.
 
-        Before clipping, their sides are log-uniform from 8 to 512 pixels.
+        Their sides are log-uniform from 8 to 512 pixels. The boxes are then clipped to the image,
+        which does not include the padding.
         """
         limits = torch.tensor([self.image_width, self.height], device=self.device)
         centers = self.rand(*shape, 2) * limits
@@ -174,11 +175,11 @@ def kernel_case(
 def measure_kernels(
     cases: Iterable[KernelCase], on_case: Callable[[KernelCase], object] = lambda case: None
 ) -> list[KernelResult]:
-    """Measure cases one after the other on the current GPU.
+    """Measure cases one after the other on the current GPU, and return one result per case.
 
     Args:
-        cases: Cases to measure. They are taken one at a time, so that a generator holds the tensors
-            of one case only.
+        cases: Cases to measure. If this is a generator, only the tensors of the current case are in
+            memory.
         on_case: Function that is called before each case.
     """
     timer = GpuTimer()
