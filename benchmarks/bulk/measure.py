@@ -112,7 +112,7 @@ def _fitting_images(
 ) -> Sequence[bytes]:
     """Return the images for which the backend has a large enough input size.
 
-    If there are none, return all of `images`.
+    If there is no such image, return `images`.
     """
     fitting = []
     for data in images:

@@ -48,7 +48,7 @@ _OUTPUTS = {
 
 
 class QuickstartError(Exception):
-    """A quickstart's step gave a wrong result, or its output folder holds files of other origin."""
+    """A step of a quickstart gave a wrong result, or no quickstart wrote the output folder."""
 
 
 @click.command()
@@ -181,10 +181,12 @@ def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> N
 
 
 def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", image: Path) -> None:
-    """Check that a server and offline prediction detect the same, and draw some detections.
+    """Check that a server's detections equal those of offline prediction, and draw some of them.
 
-    The detections are drawn into the PNG file `image`. If the detections differ, raise
-    `QuickstartError`.
+    The drawing is the PNG file `image`.
+
+    Raises:
+        QuickstartError: the detections differ.
     """
     from ...serving.client import DetectorClient
     from ...serving.detections import Detections
@@ -247,9 +249,10 @@ def _measure_server(bundle: Path, images: Path) -> "list[ServeResult]":
 def _metrics_from(
     checkpoint: Path, infer_results: "list[InferResult]", serve_results: "list[ServeResult]"
 ) -> dict[str, float]:
-    """Return COCO metrics of the checkpoint, and inference's and serving's throughput and latency.
+    """Return a checkpoint's COCO metrics, and the throughput and latencies of both benchmarks.
 
-    The keys are names such as `infer/batch_1/images_per_second`.
+    The keys of the benchmarks are names such as `infer/batch_1/images_per_second` and
+    `serve/clients_1/p50_ms`.
     """
     from ...model.checkpoint import load_checkpoint
 

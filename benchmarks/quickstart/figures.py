@@ -79,7 +79,7 @@ def _ground_truth_of(record: ImageRecord, dataset: CocoDataset) -> Detections:
 
 
 def _enlarged(detections: Detections) -> Detections:
-    """Return detections with scores above `_MIN_SCORE`, in pixels of the enlarged, drawn image."""
+    """Return the detections with scores above `_MIN_SCORE`, scaled to the enlarged image."""
     indices = np.flatnonzero(detections.scores > _MIN_SCORE)
     rles = detections.rles or ()
     masks = [

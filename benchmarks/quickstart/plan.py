@@ -78,16 +78,16 @@ def step(
     *,
     has_progress: bool = False,
 ) -> Iterator[None]:
-    """Print the title of a step before the block, and the step's duration afterwards.
+    """Print the title of a step before the `with` block, and the step's duration afterwards.
 
-    While the block runs, a terminal shows the time left.
+    While the `with` block runs, a terminal shows the time left.
 
     Args:
         console: Console to print to.
         steps: All steps.
         number: Number of the step, from 1.
         folder: Folder of the step's outputs, printed at the end. None: no folder is printed.
-        has_progress: Whether the block itself shows the time left.
+        has_progress: Whether the `with` block itself shows the time left.
     """
     title, seconds = steps[number - 1]
     console.rule(f"{number}/{len(steps)} {title}", align="left")

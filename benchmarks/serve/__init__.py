@@ -142,10 +142,10 @@ def serve(
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Return option values with the default of --concurrency, if it is needed and not given.
+    """Return option values, with the default of --concurrency where it is required but not given.
 
-    It is needed if no load is given, or if --load is given, because --load gives rates as fractions
-    of the throughput at --concurrency.
+    --concurrency is required with --load, because --load gives rates as fractions of the throughput
+    at --concurrency. It is also required if no option that sets a load is given.
     """
     others = values["rates"] or values["streamed"] or values["http"]
     if not values["concurrencies"] and (values["loads"] or not others):

@@ -17,9 +17,10 @@ _MIN_SHARE: Final = 0.005
 def cpu_cells(result: ServeResult) -> tuple[str, ...]:
     """Return a result's table cells, in the order of `CPU_COLUMNS`.
 
-    The first cell is the number of CPU cores that the server used. The other cells are CPU
-    milliseconds per image, of the server, its front ends, its workers, and the clients. If
-    `result.server` is None, all cells but the clients' are empty.
+    The first cell is the mean number of CPU cores that all processes of the server used. The other
+    cells are CPU milliseconds per image of the server's main process, its front-end processes, its
+    worker processes, and the client processes. If `result.server` is None, only the last cell is
+    filled.
     """
     clients = _milliseconds(result.client.total_cores, result)
     if result.server is None:

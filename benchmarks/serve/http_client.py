@@ -51,7 +51,10 @@ class HttpClient:
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[_Connection]:
-        """Yield an idle or a new connection, and keep it for reuse unless the block raises."""
+        """Yield an idle connection or, if there is none, a new one.
+
+        If the `with` block raises, close the connection, else keep it for reuse.
+        """
         host = self._host.strip("[]")
         connection = (
             self._idle.pop() if self._idle else await asyncio.open_connection(host, self._port)

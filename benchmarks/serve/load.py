@@ -127,7 +127,8 @@ _Detect = Callable[[bytes], Awaitable[_Outcome]]
 def send_load(load: ClientLoad) -> ClientLog:
     """Send one client process's share of a load, wait for all responses, and return the log.
 
-    The process opens one gRPC connection, or one HTTP connection per client.
+    The process opens one gRPC connection for all its clients or, under an `HttpLoop`, one HTTP
+    connection per client.
     """
     return asyncio.run(_send_load(load))
 
@@ -216,9 +217,10 @@ def _unary_detect(channel: grpc.aio.Channel, share: ClientLoad) -> _Detect:
 
 
 def _stream_detect(channel: grpc.aio.Channel, share: ClientLoad) -> _Detect:
-    """Return a function that sends one request over a gRPC stream that all its calls share.
+    """Return a function that sends one request over a gRPC stream. All requests share the stream.
 
-    Responses arrive in any order. If the stream breaks, all requests end with the stream's status.
+    Responses arrive in any order. If the stream breaks, all requests in flight end with the
+    stream's status.
     """
     open_stream: Any = channel.stream_stream(
         f"{_SERVICE}/DetectStream", None, pb.DetectStreamResponse.FromString
