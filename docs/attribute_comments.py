@@ -6,10 +6,10 @@ from griffe import Attribute, Docstring, Extension
 
 
 class AttributeComments(Extension):
-    """Give attributes the comment lines directly above them as their docstring."""
+    """Extension that turns the comment lines directly above an attribute into its docstring."""
 
     def on_attribute_instance(self, *, attr: Attribute, **_: Any) -> None:
-        """Set the docstring of an attribute that has none."""
+        """Set the docstring of an attribute to the comment above it, unless it has a docstring."""
         if attr.docstring is not None or attr.lineno is None or not attr.parent:
             return
         lines = attr.lines_collection[attr.filepath][: attr.lineno - 1]

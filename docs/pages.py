@@ -1,6 +1,7 @@
-"""MkDocs hook: build the site from the pages of all folders, which stay where they are.
+"""MkDocs hook: build the site from the Markdown pages of all folders of the repository.
 
-Files and folders that a page links to get a page of their own with the source or the list of files.
+If a page links to a source file or a folder, the site gets a page that shows the file's source or
+the folder's list of files.
 """
 
 import ast
@@ -29,7 +30,7 @@ _RECORD = re.compile(r"^benchmarks/results/.+-\d{6}\.md$")
 
 
 def on_startup(**_: object) -> None:
-    """Copy the package to a folder of its own, from which mkdocstrings reads it."""
+    """Copy the package's Python files to a separate folder, from which mkdocstrings reads them."""
     # mkdocstrings searches all folders within the package's, which in a checkout include .venv.
     shutil.rmtree(PACKAGE, ignore_errors=True)
     for path in _tracked_files():
@@ -40,7 +41,7 @@ def on_startup(**_: object) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Return the theme's files, all pages of the repository, and the targets of their links."""
+    """Return the theme's files, all pages of the repository, and all files that pages link to."""
     tracked = _tracked_files()
     pages = [path for path in tracked if path.endswith(".md") and not _NO_PAGES.match(path)]
     site = Files([file for file in files if file.src_dir != config.docs_dir])

@@ -203,9 +203,9 @@ class _ServerTarget(NamedTuple):
 
 
 def _target_at(address: str, settings: ServeSettings, pid: int | None) -> _ServerTarget:
-    """Check that a server answers a request with the first image.
+    """Send the first image to a server, and raise an error if the server does not detect in it.
 
-    Return the server's address and limits, and the requests to send.
+    Return the server's address, maximum batch size and process ID, and the requests to send.
     """
     options = DetectionOptions(mask_format=settings.masks)
     images = settings.encoded_images()

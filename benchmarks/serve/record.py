@@ -74,8 +74,8 @@ def serve_record(
             of a server with another maximum batch size, if any.
         images: Description of the images.
         max_delay_ms: `--max-delay-ms` of the server. None: it is unknown.
-        bulk: Result of the same bundle without a server, at the server's maximum batch size. None:
-            it was not measured.
+        bulk: Result of bulk prediction with the same bundle, without a server, at the server's
+            maximum batch size. None: it was not measured.
         machine: machine of the measurement. None: describe this machine.
     """
     machine = machine or describe_machine()
@@ -141,7 +141,10 @@ def serve_goals(
 
 
 def _http_goals(own: Sequence[ServeResult]) -> list[str]:
-    """Return sentences that compare HTTP with gRPC at equal numbers of clients."""
+    """Return sentences that compare the throughput of HTTP with that of unary gRPC calls.
+
+    There is one sentence per number of clients that was measured with both.
+    """
     unary = closed_loops(own, streamed=False)
     rates = {r.load.clients: r.images_per_second for r in unary if isinstance(r.load, ClosedLoop)}
     goals = []

@@ -159,8 +159,8 @@ def own_results(results: Sequence[ServeResult]) -> list[ServeResult]:
 def fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeResult | None:
     """Return the result with the highest throughput among closed loops over gRPC.
 
-    If `streamed` is set, only loops with streams count, else only loops with unary calls. None:
-    `results` has no such loop.
+    If `streamed`, consider only loops over streams, else only loops of unary calls. If there is no
+    such loop in `results`, return None.
     """
     closed = closed_loops(results, streamed=streamed)
     return max(closed, key=lambda r: r.images_per_second, default=None)

@@ -16,7 +16,9 @@ def measure_training(
     settings: TrainSettings,
     on_run: Callable[[TrainEngine, TrainPrecision], object] = lambda engine, precision: None,
 ) -> list[TrainResult]:
-    """Train each model in each precision with each seed. Every run uses new processes.
+    """Train this project's model and the baselines in each precision with each seed.
+
+    Every run uses new processes.
 
     Args:
         config: Configuration to train. Its precision and number of iterations are ignored. Its seed
@@ -60,9 +62,10 @@ def measure_training(
 
 @contextmanager
 def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
-    """Yield the environment variables of each rank. They are empty if there is one process.
+    """Yield the environment variables of each rank. If there is one process, it has no variables.
 
-    The variables point to a TCP store that connects the ranks and exists until the block ends.
+    The variables point to a TCP store that connects the ranks. It exists until the `with` block
+    ends.
     """
     if processes == 1:
         yield [{}]

@@ -262,7 +262,7 @@ class _StepTimer:
             self._times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Return the seconds between consecutive calls of `mark`."""
+        """Return the seconds between each two consecutive times that `mark` recorded."""
         if self._on_gpu:
             import torch
 
