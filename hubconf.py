@@ -41,9 +41,10 @@ def maskrcnn_resnet50_fpn(weights: str | None = None, num_classes: int = 80) -> 
 
     Args:
         weights: name of a published model, such as `torchvision:maskrcnn_resnet50_fpn`, or path or
-            http(s) URL of a weights file: a checkpoint of this project, or a whole Mask R-CNN of
-            torchvision, detectron2, maskrcnn-benchmark or Caffe2. None: random weights. URLs and
-            names of published models require the packages httpx and tenacity.
+            http(s) URL of a weights file. The file is a checkpoint of this project, or holds the
+            weights of all layers of a Mask R-CNN of torchvision, detectron2, maskrcnn-benchmark or
+            Caffe2. None: random weights. URLs and names of published models require the packages
+            httpx and tenacity.
         num_classes: number of foreground classes. Used only with random weights.
     """
     return _build("resnet50", "fpn", weights, num_classes)

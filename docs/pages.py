@@ -41,7 +41,7 @@ def on_startup(**_: object) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Return the theme's files, all pages of the repository, and all files that pages link to."""
+    """Return the theme's files, the repository's pages, and a page or file for each link target."""
     tracked = _tracked_files()
     pages = [path for path in tracked if path.endswith(".md") and not _NO_PAGES.match(path)]
     site = Files([file for file in files if file.src_dir != config.docs_dir])
@@ -109,7 +109,7 @@ def _relative(uri: str, page: str) -> str:
 
 
 def _uri(target: str) -> str:
-    """Return the path within the site of a file or folder of the repository."""
+    """Return the path within the site at which a repository's file or folder is shown."""
     if (ROOT / target).is_dir():
         return str(PurePosixPath(target, "README.md"))
     if not (ROOT / target).exists() or Path(target).suffix in {".md", *_DOWNLOADS}:

@@ -51,7 +51,7 @@ class HttpClient:
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[_Connection]:
-        """Yield an idle connection or, if there is none, a new one.
+        """Yield an idle connection if there is one, else a new connection.
 
         If the `with` block raises, close the connection, else keep it for reuse.
         """

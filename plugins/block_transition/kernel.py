@@ -56,8 +56,10 @@ def block_transition_launch(pixels: int, multiprocessors: int) -> Launch:
 
     - input of the residual block's last convolution, [pixels, channels];
     - weight [outputs, channels] and bias [outputs] of this convolution;
-    - shortcut [pixels, outputs] or, if it has a convolution, the input [pixels, shortcut] of it;
-    - weight [outputs, shortcut] and bias [outputs] of the shortcut's convolution, else empty;
+    - input of the shortcut's convolution, [pixels, shortcut], or, without such a convolution, the
+      map to add, [pixels, outputs];
+    - weight [outputs, shortcut] and bias [outputs] of the shortcut's convolution, or two empty
+      tensors;
     - weight [reduced, outputs] and bias [reduced] of the next block's first convolution.
 
     Outputs are the block's output [pixels, outputs] and the result of the next block's first

@@ -1,4 +1,4 @@
-"""`maskrcnn::block_transition`: transition between two residual blocks with few channels.
+"""`maskrcnn::block_transition`: end of a residual block, and first convolution of the next one.
 
 Contract of all implementations: the result of a residual block's last convolution and the block's
 shortcut are added, pass a ReLU, and are rounded to the data type of the tensors. The first
@@ -69,7 +69,7 @@ def block_transition(
 
     Returns:
         the block's output [B, N, H, W], and the result of the next block's first convolution,
-        [B, M, H, W], on a GPU channels-last.
+        [B, M, H, W]. On a GPU both are channels-last.
     """
     if shortcut_weight is not None:
         shortcut = F.conv2d(shortcut, shortcut_weight, shortcut_bias)

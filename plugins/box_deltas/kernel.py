@@ -53,11 +53,15 @@ def decode_boxes_launch(
 ) -> Launch:
     """Return the grid, block and scalar arguments of `decode_boxes_kernel`.
 
-    Inputs are deltas [batch, references, classes, 4], references [batch, references, 4], or
-    [1, references, 4] if `shared`, indices [batch, chosen] int64 into the references * classes
-    deltas of each image, and image sizes [batch, 2] int64. Outputs are boxes [batch, chosen, 4]
-    and, if the kernel has a `min_side`, `large` [batch, chosen] uint8, which is 1 for boxes whose
-    sides are at least `min_side`. Deltas, references and boxes are float32.
+    The kernel's inputs are, in this order:
+
+    - deltas [batch, references, classes, 4] float32;
+    - references [batch, references, 4] float32, or [1, references, 4] if `shared`;
+    - indices [batch, chosen] int64 into the references * classes deltas of an image;
+    - image sizes (height, width), [batch, 2] int64.
+
+    Outputs are boxes [batch, chosen, 4] float32 and, if the kernel has a `min_side`, `large`
+    [batch, chosen] uint8, which is 1 for boxes whose sides are at least `min_side`.
     """
     grid = ((chosen + _THREADS - 1) // _THREADS, batch, 1)  # TensorRT's sizes have no negation
     scalars = (references, 0 if shared else references, classes, chosen)

@@ -87,7 +87,7 @@ def decode_boxes(
         center_weight: factor by which dx and dy were multiplied.
         size_weight: factor by which dw and dh were multiplied.
         inclusive: whether boxes include the pixels at their right and bottom edges. If so, a box
-            outside of its image is clipped to one pixel at the edge, instead of to nothing.
+            outside of its image is clipped to one pixel at the image's edge, else to an empty box.
         min_side: minimum width and height in pixels of boxes that are `large`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`maskrcnn::class_logits`: logits of one class per instance, for all cells of its mask."""
+"""`maskrcnn::class_logits`: mask logits of each instance, for the instance's class only."""
 
 from .operation import class_logits
 

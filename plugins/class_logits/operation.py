@@ -1,4 +1,4 @@
-"""`maskrcnn::class_logits`: logits of one class per instance, for all cells of its mask.
+"""`maskrcnn::class_logits`: mask logits of each instance, for the instance's class only.
 
 Contract of all implementations: sums are float32, and the result is rounded once.
 """
@@ -25,7 +25,7 @@ def class_logits(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor)
         logits [R, P] of the features' dtype.
 
     Raises:
-        ValueError: on a GPU, an argument has another dtype or shape.
+        ValueError: on a GPU, an argument has another dtype or shape than documented.
     """
     products = features.float() @ weight[labels].float()[:, :, None]
     return (products[..., 0] + bias[labels].float()[:, None]).to(features.dtype)

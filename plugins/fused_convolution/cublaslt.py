@@ -1,4 +1,7 @@
-"""Matrix products with bias, residual and ReLU by cuBLASLt. torch cannot fuse all three steps."""
+"""Matrix products fused with bias, residual and ReLU, through cuBLASLt.
+
+torch cannot fuse all three steps with a product.
+"""
 
 import ctypes
 import functools

@@ -1,4 +1,7 @@
-"""Convolution with bias and optional ReLU by cuDNN. torch offers it only with the ReLU."""
+"""Convolution fused with a bias and an optional ReLU, through cuDNN.
+
+torch offers this fused operation only with the ReLU.
+"""
 
 import ctypes
 import functools
