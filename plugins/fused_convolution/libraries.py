@@ -1,4 +1,7 @@
-"""Calls of NVIDIA's libraries that torch has loaded, for functions that torch does not offer."""
+"""Direct calls of NVIDIA libraries through ctypes, for functions that torch does not offer.
+
+The libraries are those that torch has loaded.
+"""
 
 import ctypes
 from typing import Any
@@ -38,8 +41,8 @@ class Library:
     def create(self, function: str, *arguments: Any) -> ctypes.c_void_p:
         """Call a function that creates an object, and return the object's handle.
 
-        The function must store the handle at the address in its first argument. `arguments` are its
-        other arguments.
+        The function must store the handle at the address in its first argument. `arguments` are the
+        function's arguments after the first.
         """
         handle = ctypes.c_void_p()
         self.call(function, ctypes.byref(handle), *arguments)

@@ -35,9 +35,10 @@ def launch_pointwise_convolution(
     stride: int,
     relu: bool,
 ) -> None:
-    """Queue the Triton kernel of `pointwise_convolution`. It writes to `output`, channels-last.
+    """Queue the Triton kernel of `pointwise_convolution`.
 
-    The other arguments are those of `pointwise_convolution`.
+    The kernel writes its result to `output`, which must be channels-last. The other arguments are
+    those of `pointwise_convolution`.
     """
     batch, channels, height, width = images.shape
     outputs, rows, columns = output.shape[1:]
@@ -131,7 +132,7 @@ def _upsampling_convolution(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute a 1x1 convolution, and add an upsampled residual map of half its height and width.
+    """Compute a 1x1 convolution, and add a residual map that is upsampled by a factor of two.
 
     The result is that of `_pointwise_convolution` with SHIFT and without RELU. A thread block keeps
     BLOCK_N rows of the weight in shared memory while it computes many tiles. BLOCKS thread blocks

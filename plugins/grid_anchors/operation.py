@@ -33,7 +33,7 @@ def grid_anchors_in_torch(
 
     Raises:
         ValueError: `steps` or `grid_sizes` does not have two entries per map. On a GPU also: there
-            are more than 5 maps, or the anchors have another dtype.
+            are more than 5 maps, or the anchors are not float32.
     """
     device = cell_anchors.device
     anchors = []

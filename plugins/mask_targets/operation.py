@@ -141,7 +141,10 @@ def _measurable(boxes: Tensor, side: int) -> Tensor:
 
 
 def _averages(mask: Tensor, boxes: Tensor, side: int) -> Tensor:
-    """Return the averages [K, M, M] of a mask [H, W] in the M x M cells of K boxes [K, 4]."""
+    """Divide K boxes [K, 4] into M x M cells each, and return a mask's mean per cell, [K, M, M].
+
+    The mask is [H, W], and M is `side`.
+    """
     averages = torch.zeros(len(boxes), side, side)
     if mask.numel() > 0:
         measurable = _measurable(boxes, side)

@@ -52,11 +52,11 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
 def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `MATCH_BEST`.
 
-    With G = `truths` and N = `candidates` per image, inputs are ground-truth boxes [batch, G, 4],
-    candidates [batch, N, 4], or [1, N, 4] if `shared`, both float32, and the highest IoUs that
-    `match_boxes_kernel` computed for each candidate and for each ground-truth box. `MATCH_BEST`
-    makes the candidates of highest IoU with each ground-truth box positive. It changes the flags
-    positive and negative that `match_boxes_kernel` wrote, both [batch, N] uint8.
+    `MATCH_BEST` makes the candidates of highest IoU with each ground-truth box positive. With
+    G = `truths` and N = `candidates` per image, inputs are ground-truth boxes [batch, G, 4],
+    candidates [batch, N, 4], or [1, N, 4] if `shared`, both float32, and the last two outputs of
+    `match_boxes_kernel`: the highest IoU of each candidate and of each ground-truth box. The flags
+    positive and negative that `match_boxes_kernel` wrote, both [batch, N] uint8, are updated.
     """
     grid = (-(-candidates // _THREADS), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))
