@@ -29,7 +29,7 @@ def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int
     Args:
         boxes: [N, K, 4] float32, N sets of K boxes, xyxy, each set by descending score.
         classes: [N, K] int64; negative marks padding.
-        iou_threshold: IoU with a kept box above which a box is suppressed, 0 to 1.
+        iou_threshold: a box is suppressed if its IoU with a kept box is larger; 0 to 1.
         max_keep: maximum number of kept boxes per set. 0: no limit.
 
     Returns:
@@ -37,7 +37,7 @@ def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int
 
     Raises:
         ValueError: on a GPU, a set has more than 16384 boxes, or an argument has another dtype or
-            shape.
+            shape than documented.
     """
     keep = torch.zeros(classes.shape, dtype=torch.bool)
     # torchvision's CPU code compares with a double, and the float32 number 0.6 exceeds the double

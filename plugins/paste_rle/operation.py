@@ -1,7 +1,7 @@
 """`maskrcnn::paste_rle`: pasting of mask probabilities into images as COCO run lengths.
 
 Contract of all implementations, whose results are equal bit for bit: a mask gets a border of one
-zero sample on each side and is interpolated bilinearly over its box, in float32, along rows first.
+zero sample on each side and is interpolated over its box, in float32, linearly in x and then in y.
 A pixel belongs to the mask if its value exceeds the threshold. With torchvision's rule, the box,
 enlarged by the border, is truncated to whole pixels and includes the pixels at its right and bottom
 edges; pixels before the centre of the first sample repeat that sample. With detectron2's rule, the
@@ -64,7 +64,8 @@ def paste_rle(
         including runs beyond the capacity.
 
     Raises:
-        ValueError: the rule is unknown or, on a GPU, an argument has another dtype or shape.
+        ValueError: the rule is unknown or, on a GPU, an argument has another dtype or shape than
+            documented.
     """
     exact = _is_exact(paste)
     counts, num_runs = _empty_runs(masks, capacity)

@@ -53,7 +53,7 @@ def pyramid_roi_align(
     aligned: bool,
     inclusive: bool,
 ) -> Tensor:
-    """Pool the features of each of R RoIs per image from its pyramid level.
+    """Pool the features of R RoIs per image, each from the pyramid level of the RoI's size.
 
     Args:
         features: one tensor [B, C, H_l, W_l] per level, finest first; float16, bfloat16, float32 or
@@ -78,8 +78,8 @@ def pyramid_roi_align(
         ValueError: the number of scales differs from the number of levels, there are more than
             `MAX_LEVELS` levels, or a scale is not a power of two or not half of the scale before
             it. On a GPU also: the features differ in dtype, batch size or channels, or have an
-            unsupported dtype; a level has 2 ** 31 or more elements per image; or the RoIs have
-            another dtype or shape.
+            unsupported dtype; a level has 2 ** 31 or more elements per image; or the RoIs are not
+            [B, R, 4] float32.
     """
     _check_levels(features, spatial_scales)
     levels = _roi_levels(
@@ -282,7 +282,8 @@ def _roi_levels(
 ) -> Tensor:
     """Return the index of the pyramid level of each RoI [..., 4], as [...] int64. 0: the finest.
 
-    It is -1, and the RoI's pooled features are 0, if the RoI is NaN or a pooled cell is too large.
+    The index is -1 if the RoI is NaN or a pooled cell spans 2 ** 24 feature cells or more. The
+    pooled features are then 0.
     """
     finest = finest_level(spatial_scales)
     coarsest = finest + len(spatial_scales) - 1
