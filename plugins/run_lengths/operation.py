@@ -64,11 +64,11 @@ def strings_from_runs(
 def _text_from_values(
     values: NDArray[np.signedinteger], positions: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> bytes:
-    """Encode numbers as groups of five bits, one character per group.
+    """Encode numbers as groups of five bits, lowest bits first, one character per group.
 
     Args:
         values: [V] numbers.
-        positions: [V], index of the first character of each number in the text.
+        positions: [V], index of each number's first character in the returned text.
         lengths: [V], number of characters of each number.
     """
     text = np.empty(lengths.sum(), np.uint8)

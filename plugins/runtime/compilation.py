@@ -197,7 +197,9 @@ def _output(program: nvrtc.nvrtcProgram, name: str) -> bytes:
 
 
 def _checked(result: tuple[nvrtc.nvrtcResult, *tuple[_Result, ...]]) -> _Result:
-    """Return the results of an NVRTC call without the status, or None if it has no results.
+    """Return the results of an NVRTC call without the status: one value, or several as a tuple.
+
+    None: the call has no results.
 
     Raises:
         KernelError: the status is an error.

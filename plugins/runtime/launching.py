@@ -106,7 +106,9 @@ def _function(kernel: Kernel, device: torch.device) -> Any:
 
 
 def checked(result: tuple[Any, ...], problem: str) -> Any:
-    """Return the first value of a CUDA driver call's result `(status, *values)`, or None.
+    """Return the first value of a CUDA driver call's result `(status, *values)`.
+
+    None: there are no values.
 
     Raises:
         KernelError: the call failed. The message begins with `problem`.

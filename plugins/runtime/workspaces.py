@@ -51,7 +51,9 @@ def workspace(size: int, device: torch.device) -> Tensor:
 def captured_graph(
     function: Callable[[], _Result], pool: Any, device: torch.device
 ) -> tuple[torch.cuda.CUDAGraph, _Result]:
-    """Capture a function as a CUDA graph, whose replays zero all small workspaces by one memset.
+    """Capture a function as a CUDA graph. A replay zeroes all small workspaces by one memset.
+
+    A workspace is small if it has at most 16 KiB.
 
     Args:
         function: function that queues the work to capture in the current stream.

@@ -34,7 +34,7 @@ def shared_logger(trt: Any) -> Any:
 
 @contextmanager
 def messages_to(trt: Any, listener: Listener) -> Iterator[None]:
-    """Within the block, forward TensorRT's messages from all threads to a listener.
+    """While the `with` block runs, forward TensorRT's messages from all threads to a listener.
 
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.
@@ -50,7 +50,7 @@ def messages_to(trt: Any, listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def errors_of(trt: Any) -> Iterator[list[str]]:
-    """Within the block, collect the errors that TensorRT logs in any thread.
+    """While the `with` block runs, collect the errors that TensorRT logs in any thread.
 
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.

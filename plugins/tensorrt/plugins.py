@@ -1,4 +1,4 @@
-"""Registration of CUDA kernels as TensorRT plugins, which `definitions.py` defines.
+"""Registration of CUDA kernels as TensorRT plugins. `definitions.py` defines the plugins.
 
 The plugins are "quickly deployable plugins" with an ahead-of-time implementation. A plan contains
 the PTX of each kernel, and its launch parameters as expressions of the input sizes, so that the
