@@ -108,8 +108,9 @@ def publish(record: Record, json_path: Path | None = None, folder: Path | None =
 
     Args:
         record: the record.
-        json_path: path of a JSON file to write. None: write none there.
-        folder: folder for a Markdown page, a PNG and another JSON file. None: write none of these.
+        json_path: path of a JSON file to write. None: do not write this file.
+        folder: folder for a Markdown page, a PNG and a second JSON file. None: write none of these
+            three.
     """
     console = Console()
     console.print(Text(record.title, style="bold"))

@@ -48,7 +48,7 @@ _OUTPUTS = {
 
 
 class QuickstartError(Exception):
-    """A step of a quickstart gave a wrong result, or no quickstart wrote the output folder."""
+    """A step of a quickstart gave a wrong result, or the output folder holds unrelated files."""
 
 
 @click.command()

@@ -203,7 +203,7 @@ class _ServerTarget(NamedTuple):
 
 
 def _target_at(address: str, settings: ServeSettings, pid: int | None) -> _ServerTarget:
-    """Send the first image to a server, and raise an error if the server does not detect in it.
+    """Check that a server can process the first image, by sending this image to it.
 
     Return the server's address, maximum batch size and process ID, and the requests to send.
     """

@@ -53,7 +53,7 @@ def pyramid_roi_align(
     aligned: bool,
     inclusive: bool,
 ) -> Tensor:
-    """Pool the features of R RoIs per image, each from the pyramid level of the RoI's size.
+    """Pool the features of R RoIs per image. The size of a RoI determines its pyramid level.
 
     Args:
         features: one tensor [B, C, H_l, W_l] per level, finest first; float16, bfloat16, float32 or

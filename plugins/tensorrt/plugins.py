@@ -91,7 +91,11 @@ def kernels_digest(architecture: int) -> str:
 
 
 def _description(plugin: Plugin, trt: Any, trtp: Any) -> Callable[..., Any]:
-    """Return a function that describes a plugin's output, for `tensorrt.plugin.register`."""
+    """Return a function for `tensorrt.plugin.register`.
+
+    Given the plugin's inputs and attributes, the returned function describes the shape and data
+    type of the plugin's output.
+    """
 
     def describe(*inputs: Any, **values: Any) -> Any:
         attributes = _attributes(plugin, [values[name] for name in plugin.attributes])
@@ -120,7 +124,7 @@ def _combinations(plugin: Plugin, trtp: Any) -> Callable[..., Any]:
 def _implementation(plugin: Plugin, trt: Any, trtp: Any, architecture: int) -> Callable[..., Any]:
     """Return a function for `tensorrt.plugin.aot_impl`.
 
-    The returned function returns the PTX of the plugin's kernel with its launch parameters.
+    The returned function gives TensorRT the PTX of the plugin's kernel and the launch parameters.
     """
     known = newest_supported_architecture(architecture)
 

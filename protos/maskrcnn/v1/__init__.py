@@ -1,1 +1,1 @@
-"""Version 1 of the `maskrcnn.v1.Detector` protocol. `make protos` generates the modules."""
+"""gRPC service `maskrcnn.v1.Detector`. `make protos` generates the modules of this package."""
