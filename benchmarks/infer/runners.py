@@ -91,8 +91,8 @@ class EngineChoice:
         """Load the engine for an input size and batches of at most `max_batch` images.
 
         Raises:
-            BundleError: the bundle cannot be read, or lacks the precision or the input size.
-                Or a checkpoint is to run in int8 or fp8, which need a bundle.
+            BundleError: the bundle cannot be read, or lacks the precision or the input size; or the
+                model is a checkpoint, and the precision is int8 or fp8.
             BackendError: the backend does not run on this machine or not with these batch sizes.
             CheckpointError: the file is not a checkpoint, or torchvision has no model of the
                 checkpoint's configuration.

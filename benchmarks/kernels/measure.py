@@ -178,8 +178,8 @@ def measure_kernels(
     """Measure cases one after the other on the current GPU, and return one result per case.
 
     Args:
-        cases: Cases to measure. If this is a generator, only the tensors of the current case are in
-            memory.
+        cases: Cases to measure. They are consumed one at a time, so that a generator can create
+            the tensors of each case when the case is measured.
         on_case: Function that is called before each case.
     """
     timer = GpuTimer()

@@ -1,7 +1,7 @@
 """`maskrcnn::convolution_relu` and `maskrcnn::pointwise_convolution`: fused convolutions.
 
-Both can add a residual map before they write the result, which saves memory traffic.
-`convolution_relu` always applies a ReLU, `pointwise_convolution` only on request.
+Both can add a residual map before they write the result. `convolution_relu` always applies a ReLU,
+`pointwise_convolution` only on request. Fusing these steps saves memory traffic.
 """
 
 # On a GPU, cuDNN computes `convolution_relu`, and a Triton kernel computes `pointwise_convolution`.

@@ -53,7 +53,8 @@ def captured_graph(
 ) -> tuple[torch.cuda.CUDAGraph, _Result]:
     """Capture a function as a CUDA graph. A replay zeroes all small workspaces by one memset.
 
-    A workspace is small if it has at most 16 KiB.
+    A workspace is small if it has at most 16 KiB and fits into the 1 MiB that the graph's
+    workspaces share.
 
     Args:
         function: function that queues the work to capture in the current stream.
