@@ -66,20 +66,20 @@ def bundle_from_checkpoint(
     that bundle are kept, unless this export replaces them. A bundle of another checkpoint is
     replaced as a whole.
 
-    The new bundle has one ONNX file per numeric type and input size, and one engine per precision
-    and input size for each builder. bf16 is exported only as torch programs and engines, int8 only
-    as ONNX files and engines, and fp8 only as engines.
+    For each precision and input size, the new bundle has an ONNX file, an engine of each builder
+    and, if `with_programs` is set, a torch program. Exceptions: bf16 has no ONNX file, int8 no
+    torch program, and fp8 neither.
 
     Args:
-        reference: checkpoint or weights of another implementation, as a path, a URL, or a name of
-            a published model.
+        reference: path or URL of a checkpoint or of another implementation's weights, or name of a
+            published model.
         bundle: folder of a new or an older bundle.
         precisions: precisions to export. `fp32` and `tf32` share an ONNX file.
         buckets: input sizes as (height, width) in pixels, multiples of 32. Empty: use the input
             sizes of the training.
-        input_dtype: data type of the model's input `images`. Pixel values are 0..255 in both types.
-            None: use float32 if the checkpoint resizes images as torchvision does, without rounding
-            pixel values, and uint8 otherwise.
+        input_dtype: data type of the model's input `images`: uint8 or float32, both with pixel
+            values 0..255. None: use float32 if the checkpoint resizes images as torchvision does,
+            without rounding pixel values, and uint8 otherwise.
         builders: one engine builder per kind of engine to build.
         with_programs: whether to export torch programs.
         calibration: image files on which value ranges for int8 and fp8 are measured, such as a part
@@ -209,11 +209,11 @@ def _engine_sources(
 ) -> list[tuple[Artifact, Path]]:
     """Return the manifest entry and the path of each ONNX file to build an engine from.
 
-    By default these are the ONNX files of the new bundle: `graphs` are their manifest entries, and
-    `partial` is their folder. ONNX files in bf16 and fp8 are not part of the bundle, and are
-    written to a temporary folder. If a top-k in the checkpoint's configuration exceeds TensorRT's
-    limit, ONNX files in all precisions are written to the temporary folder, with the top-k reduced
-    to the limit.
+    Engines are built from the new bundle's ONNX files. `graphs` are the manifest entries of these
+    files, and `partial` is their folder. A bundle has no ONNX files in bf16 and fp8, so this
+    function writes them to a temporary folder. If a top-k in the checkpoint's configuration exceeds
+    TensorRT's limit, the function writes all ONNX files again, with the top-k reduced to the limit,
+    to the temporary folder.
     """
     limited, changes = limited_checkpoint(checkpoint)
     if changes:

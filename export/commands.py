@@ -233,7 +233,7 @@ def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path
 
 
 def table_of(comparisons: "list[Comparison]") -> Table:
-    """Return a table of the detections' differences per artifact, and tolerances per precision."""
+    """Return a table of each artifact's differences from the checkpoint, and their tolerances."""
     names = ("artifact", "images", "found", "boxes px", "scores", "masks", "outside", "")
     table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for c in comparisons:

@@ -28,9 +28,9 @@ def builders_from_options(
     Args:
         bundle: folder of the bundle that will hold the engines.
         kinds: values of `--engine`, without `torch`.
-        for_triton: whether Triton will run the engines. If so, each batch size gets a profile,
-            because Triton does not pad batches, and in an engine with plugins each change of the
-            batch size within a profile leaks memory
+        for_triton: whether Triton will run the engines. If so, engines with plugins get a profile
+            for each batch size from 1 to the largest. The reasons: Triton does not pad batches, and
+            in an engine with plugins, each change of the batch size within a profile leaks memory
             (https://github.com/NVIDIA/TensorRT/issues/4849).
         choices: values of the other engine options. None or (): the option was not given.
 
@@ -77,9 +77,9 @@ def limited_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
     """Reduce each top-k in a checkpoint's configuration to TensorRT's limit.
 
     Returns:
-        the checkpoint with a changed configuration, or `checkpoint` itself if no top-k exceeds the
-        limit; and a text with the changes, as in `rpn.pre_nms_top_n_test=3840 instead of 6000`, or
-        "".
+        the checkpoint with the reduced values, and a list of the changes as text, as in
+        `rpn.pre_nms_top_n_test=3840 instead of 6000`. If no top-k exceeds the limit: `checkpoint`
+        itself and "".
     """
     config, changes = checkpoint.model_config, []
     for part, keys in _TOP_K_KEYS.items():

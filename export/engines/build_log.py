@@ -49,8 +49,8 @@ class BuildLog:
     def write(self, severity: str, message: str) -> None:
         """Write a message of TensorRT to the file, if a section is open.
 
-        Also append an error to the attribute `errors`. If the message lists the engine's layers,
-        store it in the attribute `listing`.
+        If the message is an error, also append it to the attribute `errors`. If it lists the
+        engine's layers, store it in the attribute `listing`.
         """
         # Messages after a section are expected, because TensorRT frees some objects late.
         if severity in ERRORS:

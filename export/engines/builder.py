@@ -149,7 +149,7 @@ class EngineBuilder(ABC):
 
     @abstractmethod
     def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
-        """Return the layers of the serialized engine that was just built from an ONNX model."""
+        """Return the layers of the serialized engine `plan`, built from the ONNX file `model`."""
 
     def _requirements(self, has_plugins: bool) -> dict[str, Any]:
         """Return manifest fields that only this kind of engine has. The base class returns {}."""

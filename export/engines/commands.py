@@ -109,9 +109,10 @@ def refit(bundle: Path) -> None:
 
 
 def table_of_times(times: Mapping[str, float], kinds: Mapping[str, str]) -> Table:
-    """Return a table of layers with their milliseconds, slowest first, and a row with the sum.
+    """Return a table of layers with their GPU times, slowest first, and a row with the sum.
 
-    `times` and `kinds` hold the milliseconds and the kind of each layer by its name.
+    Both arguments have layer names as keys. The values are milliseconds in `times`, and TensorRT's
+    layer types in `kinds`.
     """
     table = Table("layer", "kind", "ms", "share")
     total = sum(times.values())
