@@ -219,7 +219,7 @@ def table_of_layers(layers: "Sequence[Layer]") -> Table:
 
 
 def table_of_types(layers: "Sequence[Layer]") -> Table:
-    """Return a table with counts of layers, convolutions and matrix products by compute types."""
+    """Return a table that counts layers, convolutions and matrix products by input types."""
     table = Table("reads", "layers", "share", "convolutions", "matrix products")
     convolutions = _types_of([layer for layer in layers if layer.is_convolution])
     products = _types_of([layer for layer in layers if layer.is_matrix_product])
@@ -230,7 +230,7 @@ def table_of_types(layers: "Sequence[Layer]") -> Table:
 
 
 def _types_of(layers: "Sequence[Layer]") -> Counter[str]:
-    """Count layers by the types in which they compute, with keys such as `fp16` or `fp16 fp32`."""
+    """Count layers by the types of their inputs. Keys look like `fp16` or `fp16 fp32`."""
     return Counter(" ".join(sorted(layer.compute_types)) or "none" for layer in layers)
 
 

@@ -50,9 +50,10 @@ class Layer:
 
     @property
     def compute_types(self) -> frozenset[str]:
-        """Types of the layer's inputs that are floating-point or int8, so not index types.
+        """Floating-point types and int8 among the types of the layer's inputs.
 
-        If no input has such a type, the property holds the type of the weights.
+        Types of indices, images and booleans are left out. If no type remains, the property holds
+        the type of the weights.
         """
         read = frozenset(t.dtype for t in self.inputs) & _ARITHMETIC
         return read or frozenset({self.weights_dtype}) & _ARITHMETIC
@@ -68,14 +69,14 @@ _SPELLINGS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
 
 
 def check_precision(layers: Sequence[Layer], precision: Precision, name: str) -> None:
-    """Check that the layers of the engine `name` compute in the types of its precision.
+    """Check that the inputs of an engine's layers have the type of the engine's precision.
 
-    - fp16, bf16: every convolution and at least one matrix product must read this type.
-    - fp32, tf32: every convolution and matrix product must read fp32. The types do not show whether
-      TF32 is on.
-    - int8, fp8: every convolution must read this type, and may also read fp32. Transposed
-      convolutions are not checked. In fp8, convolutions with fewer than 16 input channels, such as
-      the first layer, are not checked either.
+    - fp16, bf16: every convolution and at least one matrix product must have inputs of this type.
+    - fp32, tf32: every convolution and matrix product must have fp32 inputs. The input types do not
+      show whether TF32 is on.
+    - int8, fp8: every convolution must have an input of this type. Its other inputs may be fp32.
+      Transposed convolutions are not checked. In fp8, convolutions with fewer than 16 input
+      channels, such as the first layer, are not checked either.
 
     Raises:
         PrecisionError: a layer computes in another type, or `layers` has no convolution.

@@ -8,14 +8,15 @@ from onnx import helper, numpy_helper
 
 
 def split_top_k(graph: onnx.GraphProto) -> None:
-    """Replace a TopK over padded rows by one TopK per row without padding, in place.
+    """Replace the TopK over the padded scores of all feature maps by one TopK per map, in place.
 
     An exported model selects the k best anchors of each of L feature maps. It pads the scores of
     each map from [B, N_l] to [B, N], where N is the largest N_l, concatenates them to [B, L, N],
     and applies `Max` and one `TopK`. After this pass, each map has a `Max` and a `TopK` of its own,
     and the results are concatenated to [B, L, k]. Only maps with N_l < k are padded, to [B, k].
 
-    The results are the same. In a feature pyramid, only a quarter of the entries is then sorted.
+    The results are the same. In a feature pyramid with five maps, about a quarter of the padded
+    entries [B, L, N] are scores. The TopK nodes no longer sort the rest, the padding.
     """
     producers = {name: node for node in graph.node for name in node.output}
 
@@ -56,9 +57,9 @@ def _replacement(
         graph: graph of the TopK.
         top_k: node to replace.
         pads: `Pad` node of each feature map.
-        lowest: constant, by name, that the new `Max` nodes take as their second input: a finite
-            lower bound of the scores.
-        axis: constant, by name, that the new `Unsqueeze` nodes take as their axes.
+        lowest: name of a constant, a finite lower bound of the scores. It becomes the second input
+            of the new `Max` nodes.
+        axis: name of the constant that becomes the input `axes` of the new `Unsqueeze` nodes.
     """
     shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.value_info}
     constants = {value.name: value for value in graph.initializer}

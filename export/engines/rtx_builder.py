@@ -10,8 +10,8 @@ from .layers import Layer, layers_from_listing
 class RtxEngineBuilder(EngineBuilder):
     """Builder of TensorRT-RTX engines for a set of compute capabilities.
 
-    TensorRT-RTX does not support plugins. Its engines compute the ONNX file's custom nodes by the
-    nodes' function bodies.
+    TensorRT-RTX does not support plugins. Its engines run the function bodies of the ONNX file's
+    custom nodes instead.
     """
 
     kind = "tensorrt-rtx"

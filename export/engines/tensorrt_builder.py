@@ -130,8 +130,9 @@ class TensorRTEngineBuilder(EngineBuilder):
     def _timing_cache(self) -> Path:
         """Return the path of the file that caches kernel timings.
 
-        Without the option `timing_cache`, there is one file in the user's cache folder for each
-        type of GPU, version of TensorRT, version of this package, and code of the plugins.
+        Without the option `timing_cache`, the file is in the user's cache folder. Its name contains
+        the GPU's name, the versions of TensorRT and of this package, and a digest of the plugins'
+        kernels.
         """
         if self._options.timing_cache is not None:
             return self._options.timing_cache

@@ -209,9 +209,10 @@ _NODES: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def _custom_operations_replaced() -> Iterator[None]:
-    """Make the ONNX exporter translate custom torch operations within the block.
+    """Context manager: make the ONNX exporter translate custom torch operations.
 
-    `_NODES` maps each operation to the function that emits its ONNX node.
+    `_NODES` maps each operation to a function that replaces it by an ONNX node or by standard torch
+    operations.
     """
     # The exporter applies its own decomposition table anyway, so entries in it cost no extra pass.
     # `ExportedProgram.run_decompositions` would trace the whole model once more, which takes a
