@@ -34,12 +34,13 @@ class ExportSettings(NamedTuple):
 def check_precisions(
     precisions: Sequence[Precision], with_engines: bool, with_programs: bool, is_calibrated: bool
 ) -> None:
-    """Check that each precision can be exported as one of the requested kinds of artifact.
+    """Check that the precisions fit the requested kinds of artifact and the calibration images.
 
-    - bf16 needs engines or torch programs.
-    - fp8 needs engines and calibration images. int8 needs calibration images.
-    - Torch programs need a precision other than int8 and fp8.
-    - Calibration images need int8 or fp8 as one of the precisions.
+    - If bf16 is requested, engines or torch programs must be requested.
+    - If fp8 is requested, engines must be requested.
+    - If int8 or fp8 is requested, calibration images must be given.
+    - If torch programs are requested, a precision other than int8 and fp8 must be requested.
+    - If calibration images are given, int8 or fp8 must be requested.
 
     Raises:
         BundleError: one of these conditions is not met.

@@ -44,7 +44,7 @@ def halve(model: MaskRCNN, dtype: torch.dtype = torch.float16) -> None:
 
 
 class _Upsampling(nn.Module):
-    """Transposed 2x2 convolution of stride 2, as a 1x1 convolution and a rearrangement."""
+    """Transposed 2x2 convolution of stride 2, computed as a 1x1 convolution and a pixel shuffle."""
 
     def __init__(self, transposed: nn.ConvTranspose2d) -> None:
         super().__init__()
@@ -61,6 +61,9 @@ class _Upsampling(nn.Module):
 
 
 def replace_transposed_convolution(model: MaskRCNN) -> None:
-    """Replace the mask head's transposed convolution by an equivalent 1x1 convolution, in place."""
+    """Replace the mask head's transposed convolution by a 1x1 convolution with a pixel shuffle.
+
+    The model is changed in place.
+    """
     predictor = model.roi_heads.mask_predictor
     predictor.conv5_mask = _Upsampling(predictor.conv5_mask)  # type: ignore[assignment]

@@ -21,9 +21,9 @@ def RoILevel(  # noqa: N802
 ) -> INT64:
     """Return the index of each RoI's pyramid level, [B, R] int64. Level 0 is the finest.
 
-    Inputs are rois [B, R, 4], xyxy in input pixels. `spatial_scales` are feature cells per input
-    pixel. A square RoI of `canonical_size` input pixels per side belongs to the level with a stride
-    of 2 ** `canonical_level` input pixels.
+    The input is rois [B, R, 4], xyxy in input pixels. `spatial_scales` are the feature cells per
+    input pixel of each level. A square RoI of `canonical_size` input pixels per side belongs to the
+    level with a stride of 2 ** `canonical_level` input pixels.
     """
     ln_2 = op.Constant(value_float=_LN_2)
     x1, y1, x2, y2 = op.Split(rois, num_outputs=4, axis=2)
@@ -59,9 +59,10 @@ def PyramidRoIAlign(  # noqa: N802
     The mosaic has the finest level at the top and the other levels side by side below it. Its last
     row and column are zero. A sampling position outside of its level is moved onto these zeros.
 
-    Inputs are feature_l [B, C, H_l, W_l] and rois [B, R, 4] (xyxy in input pixels). The output is
-    [B * R, C, P, P] in the type of the features, where P is `output_size`. The attributes are those
-    of the torch operation `maskrcnn::pyramid_roi_align`.
+    Inputs are feature_0 to feature_3, one [B, C, H_l, W_l] per level, finest first, and rois
+    [B, R, 4] (xyxy in input pixels). The output is [B * R, C, P, P] in the type of the features,
+    where P is `output_size`. The attributes are those of the torch operation
+    `maskrcnn::pyramid_roi_align`.
     """
     zero, one = op.Constant(value_float=0.0), op.Constant(value_float=1.0)
     scales = op.Constant(value_floats=spatial_scales)
@@ -223,9 +224,11 @@ def PyramidRoIAlignAdaptive(  # noqa: N802
 ) -> FLOAT:
     """RoIAlign over a feature pyramid, one level after another, with any sampling ratio.
 
-    Inputs are feature_l [B, C, H_l, W_l] and rois [B, R, 4] (xyxy in input pixels). The output is
-    [B * R, C, P, P] in the type of the features, where P is `output_size`. A sampling ratio of 0
-    is adaptive. The attributes are those of the torch operation `maskrcnn::pyramid_roi_align`.
+    Inputs are feature_0 to feature_3, one [B, C, H_l, W_l] per level, finest first, and rois
+    [B, R, 4] (xyxy in input pixels). The output is [B * R, C, P, P] in the type of the features,
+    where P is `output_size`. If `sampling_ratio` is 0, the samples per axis of a pooled cell are as
+    many as the feature cells that it spans, rounded up. The attributes are those of the torch
+    operation `maskrcnn::pyramid_roi_align`.
     """
     scale_0, scale_1, scale_2, scale_3 = op.Split(
         op.Constant(value_floats=spatial_scales), num_outputs=4, axis=0

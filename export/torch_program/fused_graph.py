@@ -33,9 +33,10 @@ class _Fusion(NamedTuple):
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    In fp32, convolutions are replaced if a ReLU follows. In fp16 and bf16, 1x1 convolutions and
-    convolutions without an addition are replaced too. An addition directly after a replaced
-    convolution is fused. Convolutions without bias, or with groups, stay as they are.
+    In all types, a convolution is replaced if a ReLU follows, directly or after an addition. In
+    fp16 and bf16, a convolution without ReLU is replaced if it is 1x1, or if no addition follows.
+    An addition directly after a replaced convolution is fused. Convolutions without bias, or with
+    groups, are not replaced.
 
     Args:
         program: exported program after `run_decompositions`, so without in-place operations.
@@ -87,7 +88,8 @@ def _replacement(node: Node, fusion: _Fusion) -> tuple[Any, tuple[Any, ...]] | N
 def fuse_blocks(program: ExportedProgram) -> None:
     """Fuse a residual block's last convolution with the next block's first convolution, in place.
 
-    If the block's shortcut has a convolution, it is fused too where a kernel supports that.
+    If the first of the two blocks has a convolution in its shortcut, and a kernel supports the
+    combination, this convolution is fused, too.
 
     Args:
         program: program after `fuse_convolutions`.
