@@ -32,7 +32,7 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
     Each file becomes a model. If the repository already has a model of that name, the file becomes
     the next version of that model.
 
-    Triton's clients send images that are resized and padded to the input size. Inputs and outputs
+    Triton's clients must resize images and pad them to the model's input size. Inputs and outputs
     are those of `model.bundle.spec`, except that `num_detections` is [B, 1], because Triton has no
     scalars.
 
@@ -206,11 +206,11 @@ class BareWord(str):
 
 
 def text_from_message(message: Mapping[str, Any]) -> str:
-    """Serialize a message in Protocol Buffers text format, which needs no schema.
+    """Serialize a message in Protocol Buffers text format, without a schema of the message.
 
     Args:
-        message: Values by field name. A value is a string, a number, a mapping (a nested message),
-            or a list of such values (a repeated field).
+        message: Values by field name. A value is a string, a number, a `BareWord`, a mapping (a
+            nested message), or a list of such values (a repeated field).
     """
     return "\n".join(_lines(message)) + "\n"
 

@@ -82,8 +82,8 @@ def verify_bundle(
         bundle: folder of the artifacts.
         manifest: manifest of the bundle.
         checkpoint: source of the bundle.
-        images: image files. Each image is used for the smallest input size that holds it. For input
-            sizes without an image, smooth noise is used.
+        images: image files. Each image is resized as the manifest states, and used for the smallest
+            input size into which it fits. For input sizes without an image, smooth noise is used.
 
     Returns:
         one comparison per ONNX file and torch program.
@@ -121,15 +121,16 @@ Infer = Callable[[Pixels, NDArray[np.int64]], Sequence[NDArray[Any]]]
 def reference_batches(
     checkpoint: Checkpoint, manifest: Manifest, images: Sequence[Path]
 ) -> dict[ShapeBucket, list[ReferenceBatch]]:
-    """Return the checkpoint's detections on images by input size (bucket), computed on the CPU.
-
-    A batch holds up to four images of one input size.
+    """Run a checkpoint's model on images, on the CPU, and return the images and detections.
 
     Args:
         checkpoint: model to run.
         manifest: manifest of a bundle exported from the checkpoint.
-        images: image files. Each image is used for the smallest input size that holds it. For input
-            sizes without an image, smooth noise is used.
+        images: image files. Each image is resized as the manifest states, and used for the smallest
+            input size into which it fits. For input sizes without an image, smooth noise is used.
+
+    Returns:
+        Batches of up to four images each, by input size (bucket).
 
     Raises:
         ImageError: an image cannot be read, or fits no input size.
@@ -248,8 +249,8 @@ def _compare_image(
 def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket, list[_Input]]:
     """Return padded images and their sizes before padding, by input size (bucket).
 
-    Each image is used for the smallest input size of the manifest that holds it. If an input size
-    has no image, it gets two images of smooth noise.
+    Each image is resized as the manifest states, and used for the manifest's smallest input size
+    into which it fits. If an input size has no image, it gets two images of smooth noise.
 
     Raises:
         ImageError: an image cannot be read, or fits no input size.

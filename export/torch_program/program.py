@@ -80,7 +80,7 @@ def write_program(program: ExportedProgram, path: Path) -> None:
 
 
 class Compilation(NamedTuple):
-    """Torch program to compile, with the precision and input of the compiled program."""
+    """Torch program to compile, with the compiled program's precision, input size and dtype."""
 
     # File that `write_program` wrote.
     path: Path

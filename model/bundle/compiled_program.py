@@ -33,7 +33,7 @@ from .program import (
 
 
 def current_target() -> CompileTarget:
-    """Return this process's torch and Python versions and the GPU's compute capability."""
+    """Return the versions of torch and Python, and the compute capability of the current GPU."""
     major, minor = torch.cuda.get_device_capability()
     return CompileTarget(
         torch_version=torch.__version__,

@@ -1,4 +1,5 @@
-"""Manifest of a bundle (exported model): files, preprocessing, categories. Needs no torch."""
+"""Manifest of a bundle (exported model): files, preprocessing, categories. Does not import torch.
+"""
 
 import hashlib
 import platform
@@ -51,10 +52,11 @@ class Category(_Record):
 class Preprocessing(_Record):
     """Preprocessing of images to model inputs.
 
-    An image is decoded to RGB and resized so that its shorter side is `min_size`, unless the longer
-    side would exceed `max_size`. `resize` is the rule for rounding and interpolation. The resized
-    image is padded at the right and bottom to one of the model's fixed input sizes. The exported
-    graph itself normalises the pixels with `pixel_mean` and `pixel_std`, both in 0..255.
+    An image is decoded to RGB and resized so that its shorter side is `min_size` pixels. If its
+    longer side would then exceed `max_size`, it is resized so that the longer side is `max_size`.
+    `resize` is the rule for rounding and interpolation. The resized image is padded at the right
+    and bottom to one of the model's fixed input sizes. The exported graph itself normalises the
+    pixels, whose values are 0..255, with `pixel_mean` and `pixel_std` of the same unit.
     """
 
     min_size: int = Field(gt=0)
