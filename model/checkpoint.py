@@ -23,7 +23,7 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Model weights and configuration, preprocessing, and the state for resuming training."""
+    """Contents of a checkpoint file: weights, configuration, preprocessing and training state."""
 
     model_config: ModelConfig
     weights: dict[str, Tensor]

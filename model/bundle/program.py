@@ -1,4 +1,4 @@
-"""Loading and compilation of exported torch programs. Needs no code of the model itself."""
+"""Loading and compilation of exported torch programs, without the Python code of the model."""
 
 import contextlib
 import warnings

@@ -1,4 +1,4 @@
-"""Names and shapes shared by the model, the exported graph and the server. Needs no torch.
+"""Names and shapes shared by the model, the exported graph and the server. Does not import torch.
 
 Dimensions: B images, D detections, H x W pixels of a shape bucket (fixed input size), M x M samples
 of a mask. Boxes are xyxy in input pixels: pixels of the resized image before padding.
@@ -31,7 +31,7 @@ MAX_PIXELS = 64_000_000
 
 
 class ShapeBucket(NamedTuple):
-    """Fixed height and width of the model's input in pixels. Resized images are padded to it."""
+    """Fixed input size of the model: height and width in pixels to which images are padded."""
 
     height: int
     width: int

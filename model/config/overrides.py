@@ -10,11 +10,13 @@ from .strict_yaml import value_from_yaml
 
 
 class OverrideError(ValueError):
-    """Malformed override, or an override such as `a.b=1` if `a` is a value, not a section."""
+    """An override is malformed, or sets a key such as `a.b` although `a` is not a section."""
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return nested values with `key.path=value` overrides applied. Each value is parsed as YAML.
+    """Apply `key.path=value` overrides to a nested mapping, and return the result as a new one.
+
+    The value of each override is parsed as YAML.
 
     Raises:
         OverrideError: an override is not of the form `key.path=value`, or it sets a key such as
@@ -36,7 +38,7 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
 
 
 def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return nested values with the value at a dotted key replaced.
+    """Return a copy of a nested mapping in which the value at a dotted key is `value`.
 
     Raises:
         OverrideError: the key is of a form such as `a.b`, but `a` is a value, not a section.
