@@ -71,9 +71,10 @@ class HardwareJpegDecoder:
     # CPU core meanwhile (benchmarks/results/jpeg-decoder-h100-202611.md).
 
     def __init__(self, library: _Library, handle: c_void_p, device: torch.device) -> None:
-        """Take ownership of an nvJPEG handle of the device.
+        """Take ownership of an nvJPEG handle that was created for the GPU `device`.
 
-        Use `hardware_jpeg_decoder`, which creates the handle and shares one decoder per GPU.
+        Instead of this constructor, use the function `hardware_jpeg_decoder`, which creates the
+        handle and shares one decoder per GPU.
         """
         self._library = library
         self._handle = handle

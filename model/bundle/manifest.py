@@ -1,4 +1,6 @@
-"""Manifest of a bundle (exported model): files, preprocessing, categories. Does not import torch.
+"""Manifest of a bundle (exported model): files, preprocessing, categories.
+
+This module does not import torch.
 """
 
 import hashlib

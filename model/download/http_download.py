@@ -83,9 +83,10 @@ def download_file(
         path: File to create in an existing folder.
         checksum: Expected checksum. None: do not check the content.
         remedies: Advice to the user in the error messages.
-        size: Expected size in bytes, compared with that on the server. None: unknown.
+        size: Expected size in bytes, which must equal the size that the server states. None: do not
+            compare the size.
         policy: Timeouts and retries.
-        wait: If another process downloads the file, wait for it. False: raise an error.
+        wait: Whether to wait while another process downloads the file. False: raise an error.
         on_progress: Called repeatedly with a step such as `downloading val2017.zip`, the bytes
             done, and the bytes in total (None: unknown).
 
@@ -116,10 +117,16 @@ def download_file(
 def _mismatch(
     file: Path, checksum: Checksum | None, path: Path, on_progress: ByteProgress
 ) -> str | None:
-    """Describe how the checksum of `file` differs from the expected one.
+    """Describe how a file's checksum differs from the expected one.
 
-    None: the checksums are equal, or `checksum` is None. `path` is the file to download, whose name
-    the progress shows. `file` is that file or its partial file.
+    Args:
+        file: File to check: the downloaded file or the partial file.
+        checksum: Expected checksum.
+        path: Path of the complete download, whose name appears in the progress.
+        on_progress: Progress callback.
+
+    Returns:
+        The description. None: the checksums are equal, or `checksum` is None.
     """
     if checksum is None:
         return None
