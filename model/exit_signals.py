@@ -16,7 +16,7 @@ def exit_on_signals() -> Iterator[Callable[[], None]]:
     a handler already, keeps its behaviour. After the first signal, further ones are ignored.
 
     Yields:
-        Function after whose call the process ignores those of the two signals that raise SystemExit.
+        Function that makes the process ignore SIGTERM and SIGHUP, unless they kept their behaviour.
     """
     numbers = [
         number

@@ -30,7 +30,7 @@ def available_memory() -> int:
 
 
 def memory_limit() -> int:
-    """Return the total host memory in bytes that this process may use, in use or not.
+    """Return the host memory in bytes that this process may use, including memory already in use.
 
     It is the lowest of the machine's memory, the process's RLIMIT_AS, and its cgroups' limits.
     """

@@ -1,8 +1,8 @@
 """Reading of local image files. BMP and TIFF files are converted to PNG.
 
 Pillow's BMP and TIFF decoders do not limit their time and memory for hostile data. Therefore the
-server rejects these formats, and programs that read the user's own files convert them. Needs no
-torch.
+server rejects these formats, and programs that read the user's own files convert them. This module
+does not import torch.
 """
 
 import stat
@@ -118,8 +118,9 @@ def png_from_other_formats(data: bytes) -> bytes:
 
     Raises:
         ImageError: the data are not in one of these formats, or the BMP or TIFF image is damaged,
-            is too small, has over `MAX_PIXELS` pixels, or has a pixel type that PNG lacks. Or it
-            has 16-bit colours with values so low that their high bytes alone would look dark.
+            is too small, has over `MAX_PIXELS` pixels, or has a pixel type that PNG lacks. Or the
+            image has 16 bits per colour channel, and its values are so low that it would turn dark
+            in 8 bits per channel.
     """
     plugin = _check_format(data)
     if plugin is None:

@@ -127,8 +127,8 @@ def find_first_scan(data: bytes) -> int:
 def _check_scans(data: bytes, position: int, allowed: int) -> None:
     """Raise `ImageError` if a JPEG has over `allowed` scans, or too many marker segments.
 
-    Only segments after the header count. `position` is the index of the first scan's marker in
-    `data`.
+    The marker segments before the first scan are not counted. `position` is the index of the first
+    scan's marker in `data`.
     """
     scans = 0
     for _ in range(_MAX_SEGMENTS):

@@ -1,7 +1,7 @@
-"""Image decoding on the CPU. Needs no torch.
+"""Image decoding on the CPU.
 
 Training, serving and prediction share these functions, so that they see the same pixels. Arrays are
-[H, W, 3] RGB uint8.
+[H, W, 3] RGB uint8. This module does not import torch.
 """
 
 from io import BytesIO
@@ -88,9 +88,9 @@ def decode_image(
     """Decode a JPEG, PNG or WebP image.
 
     Grey, palette and CMYK images are converted to RGB, transparency is dropped, and an animation
-    yields its first frame. A 16-bit grey image is reduced to 8 bits: its depth is the first of 8,
-    10, 12, 14 and 16 bits that holds its maximum, and only the highest 8 of these bits are kept.
-    Time and memory are bounded by the number of pixels and bytes, even for hostile data.
+    yields its first frame. In a 16-bit grey image, the depth is the smallest of 8, 10, 12, 14 and
+    16 bits in which the largest pixel value fits. The highest 8 bits of this depth are kept. Time
+    and memory are bounded by the number of pixels and bytes, even for hostile data.
 
     Args:
         data: the encoded image.
@@ -103,7 +103,8 @@ def decode_image(
 
     Raises:
         ImageError: the data are not an image of these formats, or are damaged, or the size is
-            invalid, or the values of a 16-bit colour image fit in 14 bits and would turn dark.
+            invalid. Or the image has 16 bits per colour channel, and its values fit in 14 bits, so
+            that it would turn dark in 8 bits per channel.
     """
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1

@@ -1,4 +1,7 @@
-"""COCO RLE encoding of masks, and resampling of mask probabilities to images. Needs no torch."""
+"""COCO RLE encoding of masks, and resampling of mask probabilities to images.
+
+This module does not import torch.
+"""
 
 import math
 from collections.abc import Sequence
