@@ -111,8 +111,8 @@ def rles_from_probabilities(
 ) -> list[Rle]:
     """Paste mask probabilities into an image, threshold them, and encode the masks.
 
-    The result equals `paste_masks_in_image` of torchvision or detectron2 followed by a comparison
-    and COCO's encoding. Only pixels within the boxes are computed.
+    The result equals that of `paste_masks_in_image` of torchvision or detectron2, thresholded and
+    encoded by COCO's API. Only pixels within the boxes are computed.
 
     Args:
         masks: [D, M, M], M x M probabilities for each of D detections.
@@ -212,10 +212,11 @@ def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 
 def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _AxisSamples:
-    """Return the samples along one axis of a mask stretched over pixels `start` to `stop`.
+    """Return the mask samples to interpolate for each pixel of an axis, by torchvision's rule.
 
-    Both pixels are included. Along the axis, the image has `size` pixels. The mask has `side`
-    samples, including one zero sample at each end as its border.
+    The mask covers the pixels `start` to `stop`, both included. Along the axis, the image has
+    `size` pixels, and the mask has `side` samples, including one zero sample at each end as its
+    border.
     """
     length = max(stop - start + 1, 1)
     first = max(start, 0)
@@ -226,11 +227,11 @@ def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _Ax
 
 
 def _exact_samples(start: float, stop: float, size: int, side: int) -> _AxisSamples:
-    """Return the samples along one axis of a mask without rounding the box, as detectron2 does.
+    """Return the mask samples to interpolate for each pixel of an axis, by detectron2's rule.
 
-    Along the axis, the image has `size` pixels. The mask has `side` samples, including one zero
-    sample at each end as its border. Without its border, the mask spans the pixel coordinates
-    `start` to `stop`.
+    Without its border, the mask spans the exact pixel coordinates `start` to `stop`. Along the
+    axis, the image has `size` pixels, and the mask has `side` samples, including one zero sample at
+    each end as its border.
     """
     cell = (stop - start) / (side - 2)
     if cell <= 0:

@@ -1,6 +1,7 @@
-"""Resizing and padding of decoded images on the CPU, by a model's resize rule. Needs no torch.
+"""Resizing and padding of decoded images on the CPU, by a model's resize rule.
 
-Training, serving and prediction share these functions, so that they see the same pixels.
+Training, serving and prediction share these functions, so that they see the same pixels. This
+module does not import torch.
 """
 
 import math
@@ -31,8 +32,9 @@ def resized_size(
 ) -> tuple[int, int]:
     """Return the height and width in pixels that an image has after resizing.
 
-    The shorter side becomes `min_size`, unless the longer side would exceed `max_size`. Fractions
-    are rounded to the nearest pixel with `detectron2`, and down with the other rules.
+    The shorter side becomes `min_size`. If the longer side would then exceed `max_size`, the longer
+    side becomes `max_size` instead. The aspect ratio is kept. Fractions of a pixel are rounded to
+    the nearest pixel with the rule `detectron2`, and down with the other rules.
     """
     shorter, longer = min(height, width), max(height, width)
     if rule == "detectron2":

@@ -253,7 +253,10 @@ class RoiHeads(nn.Module):
         )
 
     def max_positives(self, rois: TrainingRois) -> int:
-        """Return the largest possible number of positive RoIs per image. Only these need masks."""
+        """Return the largest possible number of positive RoIs per image.
+
+        Only positive RoIs need masks.
+        """
         sampling = self.config.sampling
         limit = int(sampling.batch_size_per_image * sampling.positive_fraction)
         return min(limit, rois.labels.shape[1])

@@ -84,7 +84,10 @@ class RegionProposalNetwork(nn.Module):
         )
 
     def propose(self, outputs: RpnOutputs, image_sizes: Tensor) -> Proposals:
-        """Decode the highest-scoring anchors, and return the best boxes after NMS in each level."""
+        """Return the boxes of highest score of all levels together, after NMS within each level.
+
+        Only the anchors of highest score in each level are decoded and enter NMS.
+        """
         c = self.config
         pre_nms, post_nms = (
             (c.pre_nms_top_n_train, c.post_nms_top_n_train)

@@ -1,4 +1,7 @@
-"""Cache of bundles (exported models) of models given by path, URL or name. Needs no torch."""
+"""Cache of bundles (exported models), for models that are given by path, URL or name.
+
+This module does not import torch.
+"""
 
 import re
 import subprocess

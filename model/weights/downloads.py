@@ -1,6 +1,6 @@
 """Local paths of weights files that are given by path, URL or name of a published model.
 
-Needs no torch. Downloaded files are kept in the user's cache folder.
+Downloaded files are kept in the user's cache folder. This module does not import torch.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Published models of torchvision and detectron2: URL, checksum, data set, input size, licence.
 
-Needs no torch.
+This module does not import torch.
 """
 
 import difflib
