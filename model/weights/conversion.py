@@ -98,10 +98,11 @@ def checkpoint_from_weights(
 
     Args:
         weights: weights of a whole Mask R-CNN.
-        overrides: `key.path=value` settings of `ConversionConfig` that replace assumed settings.
+        overrides: settings of `ConversionConfig` in the form `key.path=value`. They take precedence
+            over settings in `weights`, which are partly assumed.
         categories: COCO annotation file that names the classes. None: use `default_categories`.
-        other_channel_order: True: the network takes RGB although networks of the program that wrote
-            the weights usually take BGR, or the reverse.
+        other_channel_order: whether the network's channel order (RGB or BGR) is the opposite of the
+            order that the program that wrote the weights usually has.
 
     Raises:
         WeightsError: the weights hold a backbone only, or do not fit the configuration.
@@ -145,9 +146,10 @@ def checkpoint_from_weights(
 
 
 def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> ConversionConfig:
-    """Build a configuration from settings and overrides. Other keys have their default values.
+    """Build a configuration from settings and overrides.
 
-    An override of the form `key.path=value` takes precedence over a setting with the same key.
+    Keys that neither of the two contain have their default values. An override of the form
+    `key.path=value` takes precedence over a setting with the same key.
 
     Raises:
         WeightsError: a key or value is not allowed.

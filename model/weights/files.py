@@ -112,7 +112,9 @@ class _ForbiddenGlobalError(Exception):
 
 
 def _encode_latin1(text: str, encoding: str) -> bytes:
-    """Encode text as Latin-1. Arrays pickled with protocol 2 or lower call `_codecs.encode` for it.
+    """Encode text as Latin-1, in place of `_codecs.encode`.
+
+    Pickles of arrays with protocol 2 or lower call `_codecs.encode` to restore bytes.
 
     Raises:
         ValueError: the encoding is not Latin-1, the only one that pickled arrays use.
@@ -132,7 +134,7 @@ _ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickler limited to NumPy arrays and plain values, including those of Python 2."""
+    """Unpickler limited to NumPy arrays and plain values. Pickles of Python 2 can be read, too."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, encoding="latin1")

@@ -69,7 +69,8 @@ class LoadReport:
 def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
     """Load weights of any supported program into a model.
 
-    Heads that the file lacks, and predictors for another number of classes, keep their values.
+    If the file lacks a head of the model, the model's head keeps its values. If a predictor in the
+    file has another number of classes, the model's predictor keeps its values.
 
     Args:
         model: model to load the weights into.
@@ -193,7 +194,8 @@ def _has_merged_norms(weights: Weights) -> bool:
 def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
     """Return the tensors of `weights`, named as in a model with the configuration `config`.
 
-    Batch norms that only scale and shift get variances that offset the model's epsilon.
+    Batch norms that only scale and shift have variance 1 and epsilon 0 in the file. Their variance
+    becomes 1 minus the model's epsilon, so that the results are the same.
     """
     tensors = dict(weights.tensors)
     if config.backbone.features == "c4":

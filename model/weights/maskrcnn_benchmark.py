@@ -1,4 +1,4 @@
-"""Rules to convert weights of maskrcnn-benchmark and of NVIDIA's Mask R-CNN, derived from it."""
+"""Rules to convert weights of maskrcnn-benchmark and of its derivative, NVIDIA's Mask R-CNN."""
 
 from torch import Tensor
 
