@@ -55,7 +55,7 @@ class Weights:
 
     @property
     def settings(self) -> Settings:
-        """Settings of the model and its input: inferred ones, and assumed ones for other keys."""
+        """Settings of the model and its input. An inferred value replaces an assumed one."""
         return self.assumed | self.structure
 
     @property

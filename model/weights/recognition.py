@@ -33,7 +33,7 @@ _SUPPORTED = "resnet18, resnet50 and resnet101 are supported"
 
 
 def read_weights(path: Path, config: Path | None = None) -> Weights:
-    """Read a weights file of any supported program, which is recognised by the file's content.
+    """Read a weights file of any supported program. The program is recognised by the content.
 
     Args:
         path: the weights file.
@@ -131,9 +131,10 @@ def weights_from_state(state: Mapping[str, Tensor], origin: WeightsOrigin) -> We
 
 
 def _tensors_in(content: Any) -> dict[str, Tensor]:
-    """Return the tensors in a file's content by name, without the prefix `module.` of a name.
+    """Return the tensors in a file's content by name.
 
-    Wrapping dictionaries, such as `{"state_dict": ...}`, are removed.
+    The prefix `module.` is removed from the names. The content may be wrapped in dictionaries, such
+    as `{"state_dict": ...}`.
     """
     for wrapper in _WRAPPERS:
         if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
@@ -155,7 +156,7 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _tensor_from(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
-    """Convert an array or tensor to a tensor, floating-point values to float32."""
+    """Return an array or tensor as a tensor. Floating-point values are converted to float32."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
     return value.detach().float() if value.is_floating_point() else value.detach()

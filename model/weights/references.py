@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 def read_reference(reference: str | Path, config: Path | None = None) -> Weights:
     """Read the weights that a reference names. Download them if necessary.
 
-    The settings of a published model that its file may lack are taken from the list in `zoo.py`.
+    For a published model, settings that the file may lack are taken from the model's entry in
+    `zoo.py`.
 
     Args:
         reference: path, http(s) URL, name of a published model, or torchvision's name of weights.
@@ -66,11 +67,12 @@ def convert_reference(
 
     Args:
         reference: path, http(s) URL, name of a published model, or torchvision's name of weights.
-        overrides: `key.path=value` settings of `ConversionConfig` that replace assumed settings.
+        overrides: settings of `ConversionConfig` in the form `key.path=value`. They take precedence
+            over the settings of the weights, which are partly assumed.
         categories: COCO annotation file that names the classes. None: use the classes of the
             published model, or else `default_categories`.
-        other_channel_order: True: the network takes RGB although networks of the program that wrote
-            the weights usually take BGR, or the reverse.
+        other_channel_order: whether the network's channel order (RGB or BGR) is the opposite of the
+            order that the program that wrote the weights usually has.
         config: detectron2's configuration file of the model. None: if the weights are detectron2's,
             use `config.yaml` in the same folder, if there is one.
 
