@@ -212,8 +212,8 @@ def _engine_sources(
     Engines are built from the new bundle's ONNX files. `graphs` are the manifest entries of these
     files, and `partial` is their folder. A bundle has no ONNX files in bf16 and fp8, so this
     function writes them to a temporary folder. If a top-k in the checkpoint's configuration exceeds
-    TensorRT's limit, the function writes all ONNX files again, with the top-k reduced to the limit,
-    to the temporary folder.
+    TensorRT's limit, the function writes ONNX files in all precisions to the temporary folder, with
+    the top-k reduced to the limit. Engines are then built from these files instead.
     """
     limited, changes = limited_checkpoint(checkpoint)
     if changes:

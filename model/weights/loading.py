@@ -194,8 +194,8 @@ def _has_merged_norms(weights: Weights) -> bool:
 def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
     """Return the tensors of `weights`, named as in a model with the configuration `config`.
 
-    Batch norms that only scale and shift have variance 1 and epsilon 0 in the file. Their variance
-    becomes 1 minus the model's epsilon, so that the results are the same.
+    Batch norms that only scale and shift (mean 0, variance 1, epsilon 0) get a variance of 1 minus
+    the model's epsilon, so that their results do not change.
     """
     tensors = dict(weights.tensors)
     if config.backbone.features == "c4":
