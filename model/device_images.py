@@ -1,7 +1,7 @@
 """JPEG decoding and resizing on the model's device.
 
-On a GPU, nvJPEG decodes the images. It upsamples subsampled chroma more coarsely than Pillow. This
-table shows the mean and the maximum absolute difference of decoded values (0..255) from Pillow's:
+On a GPU, nvJPEG decodes the images. It upsamples subsampled chroma more coarsely than Pillow. The
+tests allow these absolute differences of decoded values (0..255) from Pillow's:
 
     chroma resolution   mean    maximum
     full                1.5     16

@@ -112,7 +112,7 @@ def rles_from_probabilities(
     """Paste mask probabilities into an image, threshold them, and encode the masks.
 
     The result equals that of `paste_masks_in_image` of torchvision or detectron2, thresholded and
-    encoded by COCO's API. Only pixels within the boxes are computed.
+    encoded as COCO RLE. Only pixels within the boxes are computed.
 
     Args:
         masks: [D, M, M], M x M probabilities for each of D detections.

@@ -58,7 +58,7 @@ class Preprocessing(_Record):
     longer side would then exceed `max_size`, it is resized so that the longer side is `max_size`.
     `resize` is the rule for rounding and interpolation. The resized image is padded at the right
     and bottom to one of the model's fixed input sizes. The exported graph itself normalises the
-    pixels, whose values are 0..255, with `pixel_mean` and `pixel_std` of the same unit.
+    pixels, whose values are 0..255, with `pixel_mean` and `pixel_std` on the same scale.
     """
 
     min_size: int = Field(gt=0)
