@@ -111,9 +111,9 @@ def train(
 
 
 def _warn_of_late_steps(solver: "SolverConfig") -> None:
-    """Print a warning if the run ends before the first of `solver.steps`.
+    """Print a warning if the learning rate never decreases.
 
-    The learning rate then never decreases.
+    This is so if the run ends before the first iteration of the list `solver.steps`.
     """
     length = solver.max_iterations
     if solver.epochs is not None or solver.schedule != "steps" or not solver.steps:

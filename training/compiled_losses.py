@@ -37,13 +37,13 @@ class CompiledLosses:
         graphs: bool = False,
         required: bool = True,
     ) -> None:
-        """Prepare the compilation. It runs in the first call with each shape of the image batch.
+        """Prepare the compilation. Compile in the first call with each shape of the image batch.
 
         Args:
             model: Model to train.
-            backend: Compiler of `torch.compile`.
-            graphs: Capture and replay forward and backward pass as CUDA graphs. The gradients are
-                then valid only until the next call.
+            backend: Argument `backend` of `torch.compile`.
+            graphs: Run the forward and backward passes as CUDA graphs. The gradients are then valid
+                only until the next call.
             required: True: raise `ConfigError` if torch cannot compile. False: log a warning, and
                 compute without compilation.
         """
@@ -65,7 +65,7 @@ class CompiledLosses:
     def __call__(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return the loss sums of a batch and their divisors. Arguments: see `MaskRCNN.losses`.
+        """Return sums and counts of a batch's five losses. Arguments: see `MaskRCNN.losses`.
 
         Raises:
             ConfigError: torch cannot compile on this machine, and the argument `required` of the
@@ -113,6 +113,6 @@ class CompiledLosses:
 
 
 def _padded(targets: Targets) -> Targets:
-    """Pad the targets with all-zero objects to a multiple of `_OBJECTS` objects per image."""
+    """Pad the targets with zeros to the next multiple of `_OBJECTS` objects per image."""
     missing = -targets.labels.shape[1] % _OBJECTS
     return Targets(*(F.pad(x, [0, 0] * (x.dim() - 2) + [0, missing]) for x in targets))

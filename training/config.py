@@ -177,8 +177,8 @@ class EvaluationConfig(FrozenConfig):
 class TrainConfig(FrozenConfig):
     """Configuration of a training run.
 
-    In a YAML file, the key `base` names a preset or another file (relative to this one), which
-    supplies the keys that this file does not set.
+    In a YAML file, the key `base` is the name of a preset, or the path of another file relative to
+    the first file's folder. The base supplies the keys that the first file does not set.
     """
 
     output_dir: Path = Path("runs/train")

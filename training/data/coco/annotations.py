@@ -168,7 +168,7 @@ def _bbox_from(value: Any, limit: float) -> tuple[float, float, float, float]:
 def _floats_from(values: list[Any]) -> list[float]:
     """Convert numbers, or texts that contain numbers, to floats.
 
-    If a value cannot be converted, the list is empty.
+    If any value cannot be converted, return an empty list.
     """
     try:
         return [*map(float, values)]

@@ -16,7 +16,8 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
         known: Classes of the model.
 
     Raises:
-        ConfigError: The model lacks a category of the data set or has another name for its id.
+        ConfigError: A category id of the data set does not exist in the model, or it has another
+            name there.
     """
     names = {category.id: category.name for category in known}
     for id_, name in ((category.id, category.name) for category in dataset.categories):
@@ -29,9 +30,9 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
 
 
 def similar_names(names: Iterable[str]) -> list[str]:
-    """Return groups of different class names that differ only in case or blanks.
+    """Return groups of class names that differ only in case or blanks.
 
-    Each group is a text with the names in quotation marks.
+    Each group is a text such as `'Cat' and 'cat'`.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for name in dict.fromkeys(names):
@@ -40,7 +41,10 @@ def similar_names(names: Iterable[str]) -> list[str]:
 
 
 def _remedy(name: str, known: Sequence[Category]) -> str:
-    """Return the advice for a category `name` that is not among the model's classes `known`."""
+    """Return the remedy, for an error message, if the model's classes `known` lack a category.
+
+    `name` is the category's name.
+    """
     for category in known:
         if _folded(category.name) == _folded(name):
             return (
