@@ -88,7 +88,7 @@ def _known_keys() -> list[str]:
 def _key_of_option(option: str) -> str | None:
     """Return the configuration key for an unknown option: `solver.base_lr` for `--base-lr`.
 
-    None: no key, or more than one key, ends with the option's name.
+    None: the option stands for no key, or for several keys.
     """
     name = option.lstrip("-").replace("-", "_")
     same = [key for key in _known_keys() if key.rpartition(".")[2] == name]

@@ -83,9 +83,9 @@ class CocoDataset:
 
         Args:
             config: Paths of the image folder and the annotation file.
-            on_broken: "skip": leave out invalid entries and images whose file is missing, and log a
-                warning with their number. "refuse": raise `DataError` if there are such entries or
-                images.
+            on_broken: "skip": leave out invalid entries, and log a warning with their number.
+                "refuse": raise `DataError` if there are any. An image whose file is missing is an
+                invalid entry.
             source: Converted annotations, if the file is not in COCO format. None: read the file.
 
         Raises:
@@ -122,7 +122,9 @@ class CocoDataset:
         return len(self.records)
 
     def ground_truth(self, image_ids: Iterable[int] | None = None) -> dict[str, Any]:
-        """Return the valid annotations, with new ids, as the content of a COCO annotation file.
+        """Return the valid annotations as the content of a COCO annotation file.
+
+        Annotations get new ids, from 1. Images and categories keep their ids.
 
         Args:
             image_ids: Ids of the images to include. None: all images.
@@ -176,9 +178,9 @@ class CocoDataset:
 
 
 def summary_of(findings: Mapping[str, Sequence[str]]) -> str:
-    """Return a text with each reason, the number of its entries, and the first entries' names.
+    """Return a text with the number and the first names of the invalid entries, by reason.
 
-    `findings` maps each reason to the names of its entries.
+    `findings` maps each reason to the names of the entries.
     """
     return "; ".join(
         f"{len(ids)} {reason} ({', '.join(ids[:_IDS_SHOWN])}"

@@ -46,9 +46,9 @@ def index_images(
     Args:
         entries: Entries of the list.
         folder: Image folder.
-        faults: File names by reason, to which the invalid entries are added.
-        repairs: File names by reason, to which entries are added that got a new id, or whose file
-            was found at another path.
+        faults: File names by reason. The names of invalid entries are added.
+        repairs: File names by reason. An entry's name is added if it gets a new id, or if its file
+            is found at another path.
     """
     names = {name for entry in entries if isinstance(name := entry.get("file_name"), str)}
     found = find_image_paths(folder, names)
@@ -93,9 +93,9 @@ def index_annotations(
         entries: Entries of the list.
         images: Result of `index_images`. Annotations of invalid images are ignored.
         labels: Label (1 is the first class) by category id.
-        faults: Annotation ids by reason, to which the invalid entries are added.
-        repairs: Annotation ids by reason, to which repaired entries and entries with a duplicate id
-            are added.
+        faults: Annotation ids by reason. The ids of invalid entries are added.
+        repairs: Annotation ids by reason. The ids of entries that are used after a repair, or that
+            have a duplicate id, are added.
     """
     instances: dict[int, list[Instance]] = defaultdict(list)
     seen: set[str] = set()

@@ -20,9 +20,9 @@ def integer_from(value: Any) -> int | None:
 
 
 def id_from(value: Any) -> int | str | None:
-    """Return an id as `int` if it is an integer, also written "480" or 480.0, else as `str`.
+    """Return an id. An integer, `480.0` and `"480"` become `int`. Any other string stays `str`.
 
-    None: the value is neither an integer nor a string with characters.
+    None: the string is empty, or the value is of another type or too large.
     """
     number = integer_from(value)
     if number is not None:

@@ -25,12 +25,16 @@ _FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
 def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     """Find the annotation files `annotations/[instances_]<split>.json` and their image folders.
 
-    Candidates for the image folder of a split are `folder`, `folder/images` and their subfolders.
-    The first one that contains an image of the split is chosen, in this order: folders whose name
-    is the end of the split's name (`val2014/` for `minival2014`), longest name first; `images/`;
-    `folder`; all others that do not belong to another split. If no candidate contains an image of
-    the split, the first folder named after the split, else `images/`, is chosen. Splits without an
-    image folder are skipped with a warning.
+    The image folder of a split is the first of these folders that contains an image of the split:
+
+    1. Subfolders of `folder` and of `folder/images` whose name is the end of the split's name
+       (`val2014/` for `minival2014`), longest name first.
+    2. `folder/images`.
+    3. `folder`.
+    4. All other subfolders, except those of another split.
+
+    If none contains an image of the split, the first folder of group 1, else `folder/images`, is
+    chosen. Splits without an image folder are skipped with a warning.
 
     Raises:
         DataError: There is no annotation file, or no split has an image folder.
@@ -115,10 +119,10 @@ def _is_named(place: Path, split: str) -> bool:
 
 
 def _lists_other_images(place: Path, names: Sequence[str], by_split: Mapping[str, Path]) -> bool:
-    """Whether a folder belongs to another split that has images of the same file names.
+    """Whether a folder belongs to another split, although it has files with the given names.
 
-    This is so if `place` has the name of a split in `by_split`, and the annotation file of that
-    split lists an image with one of `names`.
+    This is so if a split in `by_split` has the folder's name, and its annotation file lists one of
+    `names`.
     """
     owners = (file for split, file in by_split.items() if _is_named(place, split))
     return any(not set(names).isdisjoint(_file_names(file)) for file in owners)
