@@ -76,7 +76,7 @@ class WrittenSplit:
 
     @property
     def counts(self) -> str:
-        """Text with the numbers, as in `2 images, 1 object, 0 crowds`."""
+        """Numbers of images, objects and crowds, as in `2 images, 1 object, 0 crowds`."""
         nouns = {"image": self.images, "object": self.objects, "crowd": self.crowds}
         return ", ".join(counted(number, noun) for noun, number in nouns.items())
 
@@ -171,9 +171,9 @@ def source_content(
 
 
 def with_ids_of(known: Sequence[Category], source: SourceContent) -> SourceContent:
-    """Return `source` with new category ids: those of the categories of equal name in `known`.
+    """Return `source` with other category ids, in its categories and its annotations.
 
-    Categories with other names get new ids.
+    A category whose name is in `known` gets the id that it has there. All others get unused ids.
     """
     ids = {category.name: category.id for category in known}
     free = itertools.count(max(ids.values(), default=0) + 1)

@@ -57,12 +57,12 @@ def is_labelme(content: Any) -> bool:
 def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
     """Read the LabelMe files `files` of the data set in `folder`.
 
-    A file below a folder with a name such as `train`, `val` or `test` belongs to the split of this
-    name, any other file to the split `all`. Shapes with the same label and `group_id` are one
-    object. Labels become classes in alphabetical order.
+    A file below a folder such as `train`, `val` or `test` belongs to the split of this name. All
+    other files belong to the split `all`. Shapes with the same label and `group_id` are one object.
+    Labels become classes in alphabetical order.
 
     Raises:
-        DataError: No file has a labelled shape with an area.
+        DataError: No file has a shape with a label and of a type with an area, such as `polygon`.
     """
     parsed: dict[Path, _LabelmeFile | str] = {path: _parsed(path) for path in files}
     files_read = (file for file in parsed.values() if not isinstance(file, str))

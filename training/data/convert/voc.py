@@ -102,9 +102,9 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
 
 
 def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:
-    """Whether the box in the XML file that matches an annotation is marked as difficult.
+    """Whether the box in `boxes` that overlaps an annotation most is marked as difficult.
 
-    False if no box matches.
+    Only boxes of the annotation's class are compared. False if the IoU is below `_MATCH_IOU`.
     """
     name = CATEGORIES[annotation["category_id"] - 1].name
     same_class = [box for box in boxes if box.name == name]

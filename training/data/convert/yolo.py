@@ -91,9 +91,9 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
 def _source_splits(
     file: Path, found: Mapping[str, FoundImages], labels: Mapping[Path, Path]
 ) -> dict[str, SourceSplit]:
-    """Return the splits by name. The faults of a split include its label files without an image.
+    """Return the splits by name. Add label files without an image to the faults of their split.
 
-    `labels` maps image files to label files.
+    `found` maps names of splits to their images, and `labels` maps image files to label files.
     """
     splits = {}
     reported: set[Path] = set()
@@ -110,7 +110,7 @@ def _source_splits(
 
 
 def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Path, Path]) -> None:
-    """Log a warning with the number of a split's images that have no label file, if any.
+    """If images of a split have no label file, log a warning with their number.
 
     Raises:
         DataError: No image of the split `train` has a label file.

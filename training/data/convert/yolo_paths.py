@@ -88,9 +88,9 @@ def _resolve(folder: Path, root: str, text: str) -> Path | None:
 
     Args:
         folder: Folder of the file that contains `text`.
-        root: Another folder that `text` may be relative to: an absolute path, or relative to
-            `folder`.
-        text: Path of an image, folder or list of images.
+        root: Another possible base folder of `text`. It is absolute, or relative to `folder`.
+        text: Path of an image, of a folder, or of a text file that lists images. It is absolute, or
+            relative to `folder` or `root`.
     """
     text = text.replace("\\", "/")
     parts = [part for part in text.split("/") if part not in ("", ".", "..")]

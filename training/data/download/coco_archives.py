@@ -41,7 +41,10 @@ class CocoArchive:
 
 
 def annotations_in(root: Path, images: str) -> Path:
-    """Return the path of the annotation file for an image folder such as `val2017` in `root`."""
+    """Return the path, in the folder `root`, of the annotation file for a split's images.
+
+    `images` is the name of their folder, such as `val2017`.
+    """
     return root / "annotations" / f"instances_{images}.json"
 
 
@@ -85,8 +88,8 @@ def coco_archives(
 
     Args:
         edition: Edition of COCO.
-        parts: Parts to include. If it is empty, all parts are included.
-        md5s: MD5 by file name, for archives of a mirror that differ from the published ones.
+        parts: Parts to include. Empty: all parts.
+        md5s: MD5 by file name. It replaces the published MD5, for archives that differ on a mirror.
     """
     archives = {part: a for part, a in _ARCHIVES[edition].items() if not parts or part in parts}
     return {
