@@ -1,4 +1,4 @@
-"""Extraction of zip archives: of files that the target folder lacks or holds in altered form."""
+"""Extract the files of a zip archive that are missing or altered in the target folder."""
 
 import shutil
 import zipfile
@@ -20,7 +20,7 @@ def missing_members(
     Args:
         archive: Existing zip file with one top-level folder.
         folder: Extracted copy of the top-level folder, with the same name.
-        on_progress: Called repeatedly with the name of a step, its bytes done and bytes in total.
+        on_progress: Called repeatedly with a step's name, processed bytes and total bytes.
 
     Raises:
         DataError: The archive cannot be read, or has members outside its top-level folder.
@@ -33,13 +33,13 @@ def missing_members(
 def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_progress) -> int:
     """Extract the members of an archive that are missing or altered in a folder.
 
-    Files are written to a hidden folder, and moved when all are complete with the right CRCs. A
-    crash therefore leaves no partial file in `folder`.
+    Files are first written to a hidden folder. After the CRCs of all of them are checked, they are
+    moved to `folder`. A crash therefore leaves no partial file in `folder`.
 
     Args:
         archive: Zip file with one top-level folder of the same name as `folder`.
         folder: Folder to create or complete. Other files in the folder are kept.
-        on_progress: Called repeatedly with the name of a step, its bytes done and bytes in total.
+        on_progress: Called repeatedly with a step's name, processed bytes and total bytes.
 
     Returns:
         Number of extracted files.
@@ -74,7 +74,7 @@ def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_
 
 @contextmanager
 def _opened(archive: Path) -> Iterator[zipfile.ZipFile]:
-    """Open a zip file. In the block, errors of `zipfile` are converted to `DataError`."""
+    """Open a zip file. In the `with` block, errors of `zipfile` are converted to `DataError`."""
     if not archive.exists():
         raise DataError(f"{archive} does not exist; download it with `maskrcnn data download`")
     try:

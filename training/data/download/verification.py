@@ -46,8 +46,8 @@ def verify_part(
     """Check the archive and the extracted folder of a part of COCO, if they exist.
 
     The archive must have the size and MD5 of the published one. The files in the folder must have
-    the CRCs in the archive. If the archive is missing or damaged, no CRCs are known: then all
-    annotated images must exist and not be empty, and annotation files must be complete.
+    the CRCs in the archive. If the archive is missing or damaged, the folder is checked without
+    CRCs: all annotated images must exist and not be empty, and annotation files must be complete.
 
     Args:
         edition: Edition of COCO.
@@ -55,11 +55,11 @@ def verify_part(
         archive: Published archive of the part.
         root: Folder of the data set.
         decode: Also decode images that cannot be compared with an archive.
-        on_progress: Called repeatedly with the name of a step, its bytes done and bytes in total.
+        on_progress: Called repeatedly with a step's name, processed bytes and total bytes.
 
     Returns:
         One result for the archive and one for the folder, if they exist. If neither exists, one
-        result that says so.
+        result with the fault "does not exist".
     """
     path, folder = archive.archive_in(root), archive.folder_in(root)
     download = _download_command(edition, part, root)

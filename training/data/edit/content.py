@@ -231,8 +231,9 @@ def _shape_of(annotation: Mapping[str, Any]) -> bytes | int:
 def _area_of(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> float:
     """Return the area of an annotation.
 
-    If the area is missing, it is computed from the segmentation. If the segmentation is invalid or
-    the entry of the image has no valid size, the area of the box is returned.
+    If the annotation has no area, it is computed from the segmentation. If the segmentation is
+    invalid, or `image` (the image's entry in `images`) has no valid size, the area of the box is
+    returned.
     """
     area, box = annotation.get("area"), annotation.get("bbox")
     if isinstance(area, int | float):

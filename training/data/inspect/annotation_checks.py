@@ -114,13 +114,19 @@ def _suspicious_in(records: Sequence[ImageRecord]) -> list[Suspicion]:
 
 
 def _exceeds(boxes: _Floats, limits: _Floats) -> _Bools:
-    """Whether boxes `[N, 4]` (xyxy) extend beyond `limits` (width, height, width, height)."""
+    """Whether each box extends more than `_MAX_EXCESS` pixels beyond its image.
+
+    `boxes` is `[N, 4]` (xyxy); `limits` is `[N, 4]` (width, height, width, height of the image).
+    """
     exceeds: _Bools = np.maximum(-boxes, boxes - limits).max(axis=1) > _MAX_EXCESS
     return exceeds
 
 
 def _contradicts(areas: _Floats, measured: _Measurements) -> _Bools:
-    """Whether annotated areas `[N]` differ too much from the areas of their segmentations."""
+    """Whether each annotated area differs from its segmentation's area by more than the tolerance.
+
+    `areas` is `[N]`, in square pixels; `measured` contains the N segmentations.
+    """
     slack = np.maximum(_AREA_TOLERANCE, measured.length / 2)
     low = (1 - _AREA_RELATIVE_TOLERANCE) * measured.min_area - slack
     high = (1 + _AREA_RELATIVE_TOLERANCE) * measured.max_area + slack
