@@ -56,7 +56,7 @@ class GridSample(NamedTuple):
 def choose_samples(
     datasets: Sequence[CocoDataset], suspicions: Sequence[Suspicion], count: int, seed: int
 ) -> list[GridSample]:
-    """Choose sample images: up to half of them suspicious images, the others random images.
+    """Choose sample images. Up to half are suspicious images; the rest are random images.
 
     Suspicious images are chosen round-robin over the reasons for suspicion, so that images with
     rare reasons appear too.

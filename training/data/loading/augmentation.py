@@ -1,4 +1,4 @@
-"""Augmentation of training samples with the transforms of torchvision in `data.transforms`."""
+"""Augment training samples with the torchvision transforms that `data.transforms` lists."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ def random_numbers(seed: int) -> Iterator[None]:
 
 
 class Augmentation:
-    """Random transforms of samples, with random numbers of torch's generator on the CPU."""
+    """Random transforms of samples. Random numbers are drawn from torch's CPU generator."""
 
     def __init__(self, transforms: Sequence[TransformConfig]) -> None:
         """Divide the transforms into resizing (applied first), copy-paste (last), and others."""
@@ -118,9 +118,10 @@ class Augmentation:
 
 
 def paste_objects(sample: Sample, source: Sample) -> Sample:
-    """Paste random objects of `source` onto `sample`. Both need masks of whole images.
+    """Paste random objects of `source` onto `sample`. Align the images at the upper left corner.
 
-    The images are aligned at the upper left corner. Objects that become hidden are dropped.
+    The masks of both samples must be [n, h, w], not cropped to boxes. Objects that become hidden
+    are dropped.
     """
     chosen = (torch.rand(len(source.labels)) < _PASTED_SHARE).numpy()
     height, width = (min(sides) for sides in zip(sample.size, source.size, strict=True))

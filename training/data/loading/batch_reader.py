@@ -163,7 +163,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     def _transformed(
         self, augmentation: Augmentation, index: int, seed: int, *, flip: bool
     ) -> Sample:
-        """Return an augmented sample, cropped to its input size. Masks cover the whole image."""
+        """Return an augmented sample, cropped to its shape bucket. Masks cover the whole sample."""
         record = self.records[index]
         min_size = augmentation.min_size(self._config.min_size)
         size = augmentation.input_size(self._input_size(record, min_size))
@@ -227,10 +227,10 @@ def _masks_of(
     target: tuple[int, int],
     side: int | None,
 ) -> NDArray[np.uint8]:
-    """Return the masks of n objects: [n, h, w] of the whole image at size `target`.
+    """Return the masks [n, h, w] of n objects, which cover the whole image, resized to `target`.
 
-    If `side` is given, return [n, side, side]: masks of `regions`, the boxes of the objects.
-    `source` and `target` are the heights and widths of the original and the resized image.
+    If `side` is not None, return masks [n, side, side], cropped to the boxes `regions`. `source`
+    and `target` are (height, width) of the original and of the resized image.
     """
     shape = (side, side) if side else target
     masks = np.zeros((len(objects), *shape), np.uint8)

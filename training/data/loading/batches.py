@@ -112,7 +112,7 @@ class EncodedBatch:
         return replace(self, rest=self.rest.pin_memory(), images=tuple(images))
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
-        """Return the batch on a device, with the images decoded, resized, flipped and padded there.
+        """Copy the batch to a device. Decode, resize, flip and pad the images on that device.
 
         Raises:
             DataError: A JPEG file is damaged.

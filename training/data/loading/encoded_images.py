@@ -30,7 +30,13 @@ class EncodedImage(NamedTuple):
 def encoded_image(
     record: ImageRecord, size: tuple[int, int], resize: ResizeRule, *, flip: bool
 ) -> EncodedImage | None:
-    """Read an image file, which the device decodes, resizes to `size` and flips later.
+    """Read an image file for later decoding, resizing and flipping on the device.
+
+    Args:
+        record: Record with the path and the annotated size of the image.
+        size: Height and width after resizing.
+        resize: Rule for resizing.
+        flip: Whether to flip the image horizontally.
 
     Returns:
         The content of the file with `size`, `resize` and `flip`. None: the device cannot decode the

@@ -81,7 +81,7 @@ class BatchLoader:
                 logger.warning("skipped %s (skipped files so far: %d)", reason, len(self._skipped))
 
     def warn_of_skipped(self) -> None:
-        """Log how many image files were unreadable at least once, if any."""
+        """If image files were unreadable at least once, log a warning with their number."""
         if self._skipped:
             logger.warning(
                 "reading failed at least once for %d of %d images; other images replaced them. The "
@@ -95,8 +95,8 @@ class TrainLoader(BatchLoader):
     """Iterable over the training batches of one rank.
 
     Attributes:
-        iterations_per_epoch: Number of iterations in which each image is used once, or as often as
-            `data.extra_train` and `data.repeat_threshold` say.
+        iterations_per_epoch: Number of iterations per epoch. An epoch uses each image once, unless
+            `data.extra_train` or `data.repeat_threshold` sets another number.
     """
 
     def __init__(
