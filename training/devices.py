@@ -14,7 +14,8 @@ def device_from(value: Any) -> Device:
     """Convert a value of the configuration key `device`, such as "0,1", to a `Device`.
 
     Raises:
-        ValueError: The value is neither "auto", "cpu", "cuda" nor distinct numbers of GPUs.
+        ValueError: The value is neither "auto", "cpu" or "cuda", nor a list of distinct GPU
+            indices.
     """
     if value in ("auto", "cpu", "cuda"):
         return cast(Device, value)

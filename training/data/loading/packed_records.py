@@ -16,8 +16,8 @@ from ..coco.mask_targets import Segmentation
 class PackedRecords(Sequence[ImageRecord]):
     """Sequence of image records in one block of bytes. Each access unpacks a record.
 
-    Reading a Python object changes its reference count, and thereby its page of memory. Forked
-    processes that read a tuple of records would each copy all pages of the tuple over time.
+    Forked processes share the block. They would not share a tuple of records: reading a Python
+    object changes its reference count, so over time, each process would copy all pages of memory.
     """
 
     def __init__(self, records: Iterable[ImageRecord]) -> None:

@@ -35,9 +35,9 @@ class GlobalBatches:
 
     All images of a batch have the same shape bucket (input size).
 
-    In each epoch, every image occurs once, or `factors` times on average, in random order. The last
-    batch of a bucket is filled up with the first images of the bucket's random order. The order of
-    the batches is random.
+    In each epoch, every image occurs once or, with repeat factors, that many times on average. The
+    order of a bucket's images is random. The bucket's last batch is filled up with the first images
+    of this order. The order of the batches is random.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class GlobalBatches:
 def repeat_factors(records: Sequence[ImageRecord], threshold: float | None) -> NDArray[np.float64]:
     """Return the average number of times that an epoch shows each image, [n].
 
-    If `threshold` is None, this is the `weight` of the record: 1, or the weight of its data set in
-    `data.extra_train`. Otherwise, the weight is multiplied by the repeat factor of Gupta et al.
-    (LVIS, 2019): max(1, sqrt(threshold / f)), where f is the share of images with the rarest of the
-    image's classes.
+    If `threshold` is None, the result is the `weight` of the record: 1, or the weight of its data
+    set in `data.extra_train`. Otherwise, the weight is multiplied by the repeat factor of Gupta et
+    al. (LVIS, 2019): max(1, sqrt(threshold / f)), where f is the share of all images that contain
+    the image's rarest class.
     """
     weights = np.array([record.weight for record in records])
     if threshold is None:

@@ -92,8 +92,9 @@ def draw_dataset(
 def with_synthetic_data(config: TrainConfig) -> TrainConfig:
     """Return a configuration with synthetic data sets, to measure training speed.
 
-    The images, of `data.max_size` by `data.min_size` pixels, are drawn into `output_dir` unless
-    they exist. If several processes call this function, one draws and the others wait.
+    The images are `data.max_size` pixels wide and `data.min_size` high, or the reverse. If
+    `output_dir` does not contain them, they are drawn and saved there. If several processes call
+    this function, one draws and the others wait.
     """
     data = config.data
     drawn = SyntheticConfig(
@@ -149,7 +150,8 @@ def _draw_image(folder: Path, config: SyntheticConfig, split: str, index: int) -
 def annotation_from_object(scene_object: SceneObject) -> dict[str, Any]:
     """Return the COCO annotation of an object's visible part, without `id` and `image_id`.
 
-    Crowds and objects with holes get an RLE, other objects one polygon per visible piece.
+    The segmentation of crowds and of objects with holes is an RLE. Other objects have one polygon
+    per visible piece.
     """
     height, width = scene_object.visible.shape
     rings = _rings_from_coverage(scene_object.visible)

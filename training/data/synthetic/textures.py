@@ -34,7 +34,10 @@ def _noise(rng: Generator, height: int, width: int, cell: float) -> Texture:
 
 
 def _fractal_noise(rng: Generator, height: int, width: int, cell: float) -> Texture:
-    """Draw noise `[h, w]`: the weighted mean of `_noise` with `cell`, `cell / 2`, ... pixels."""
+    """Draw noise `[h, w]` with features of four widths: `cell`, and 1/2, 1/4 and 1/8 of it.
+
+    The widths are in pixels. The amplitude of each noise is proportional to its width.
+    """
     total = sum(_noise(rng, height, width, max(cell / 2**n, 1)) / 2**n for n in range(4))
     return np.asarray(total / 1.875, np.float32)
 
@@ -84,7 +87,10 @@ def background(rng: Generator, height: int, width: int) -> Texture:
 
 
 def fill(rng: Generator, height: int, width: int, period: float) -> Texture:
-    """Draw the surface `[h, w, 3]` of an object: a pattern of two colours with some noise."""
+    """Draw the surface `[h, w, 3]` of an object: a pattern of two colours with some noise.
+
+    The pattern is repeated every `period` pixels.
+    """
     first = _random_colour(rng, (0.15, 0.95))
     second = first + (_random_colour(rng, (0.1, 0.9)) - first) * np.float32(rng.uniform(0.1, 0.9))
     weight = _pattern(rng, _SURFACE_PATTERNS, height, width, period)
