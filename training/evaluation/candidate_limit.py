@@ -40,10 +40,10 @@ class LimitedImages:
         self._candidates = (scores > self._config.score_threshold).sum(dim=1)
 
     def add(self, num_detections: Tensor) -> None:
-        """Count the images of the model's last call that may lack detections.
+        """Count the images whose detections in the model's last output may be incomplete.
 
         Args:
-            num_detections: [B] int64: detections of each image in that call.
+            num_detections: [B] int64: number of detections of each image in this output.
         """
         candidates = self._candidates.view(len(num_detections), -1).sum(dim=1)
         limited = candidates > self._config.nms_candidates

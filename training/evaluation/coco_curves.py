@@ -27,7 +27,10 @@ _MAX_PROCESSES = 8
 
 
 class Curves(NamedTuple):
-    """Precision and recall of an evaluation. -1: no ground truth of the class and size range."""
+    """Precision and recall arrays of an evaluation.
+
+    A value of -1 means that there is no ground truth of its class in its size range.
+    """
 
     # Precision at recall 0, 0.01, ..., 1. Axes: IoU 0.50, 0.55, ..., 0.95; recall; class in
     # ascending order of id; `AREAS`; `LIMITS`.
@@ -56,12 +59,12 @@ def coco_curves(
 
     Args:
         ground_truth: Parsed COCO annotation file with at least one image.
-        results: Detections in COCO's results format, by the kind of IoU (`bbox`, `segm`) that
-            matches them.
+        results: Detections in COCO's results format, by kind of IoU: `bbox` (box IoU) or `segm`
+            (mask IoU).
         evaluator: Library that computes the curves. Both libraries give equal curves.
 
     Returns:
-        Curves by the kind of IoU.
+        Curves by kind of IoU.
     """
     with no_garbage_collection():
         if evaluator == "pycocotools":
@@ -92,10 +95,10 @@ def _curves_of_pycocotools(
 def _curves_by_class(
     ground_truth: dict[str, Any], results: Mapping[IouType, list[dict[str, Any]]]
 ) -> dict[IouType, Curves]:
-    """Compute the curves of each class with faster-coco-eval, each from the images of that class.
+    """Compute curves with faster-coco-eval: one run per class, with only the images of this class.
 
-    The library's time is proportional to images x classes. Most classes occur in few images, so a
-    run per class takes less time than one run for all classes.
+    The time of a run is proportional to images x classes. Most classes occur in few images, so all
+    runs together take less time than one run for all classes.
     """
     classes = len(ground_truth["categories"])
     shape = (10, 101, classes, len(AREAS), len(LIMITS))

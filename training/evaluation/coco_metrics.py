@@ -53,15 +53,15 @@ def coco_metrics(
 
     Args:
         ground_truth: Parsed COCO annotation file.
-        results: Detections in COCO's results format, by the kind of IoU (`bbox`, `segm`) that
-            matches them.
+        results: Detections in COCO's results format, by kind of IoU: `bbox` (box IoU) or `segm`
+            (mask IoU).
         categories: Categories of the ground truth by ascending id.
         evaluator: Library that computes the metrics. Both libraries give equal metrics.
 
     Returns:
-        Values in 0..1 by name, or -1 without ground truth. A name is `<iou_type>/` followed by AP,
-        AP50, AP75, APs, APm, APl (average precision), AR1, AR10, AR100, ARs, ARm, ARl (average
-        recall) or AP/<class>.
+        Values in 0..1 by name. -1: there is no ground truth. Names are `<iou_type>/` followed by
+        AP, AP50, AP75, APs, APm, APl (average precision), AR1, AR10, AR100, ARs, ARm, ARl
+        (average recall) or AP/<class>.
     """
     curves: dict[IouType, Curves] = {}
     if ground_truth["images"]:

@@ -31,11 +31,12 @@ def load_evaluation_config(
 ) -> TrainConfig:
     """Load a YAML file or preset, with its section `model` replaced by that of a checkpoint.
 
-    `data.resize` is taken from the checkpoint unless the source or an override sets it. Of the
-    section `model`, overrides may set only keys that affect nothing but inference.
+    `data.resize` is taken from the checkpoint unless the source or an override sets it. In section
+    `model`, overrides may change only keys that do not affect training, such as `roi.nms_iou`.
 
     Raises:
-        ConfigError: A key or value is invalid, or an override changes another key of `model`.
+        ConfigError: A key or value is invalid, or an override changes a key of `model` that affects
+            training.
     """
     trained = checkpoint.model_config.model_dump(mode="json")
     config = validated_config(source, overrides, {"model": trained})

@@ -130,10 +130,10 @@ def class_curves(images: Iterable[MatchedImage], classes: int) -> list[ClassCurv
 def confusion_matrix(
     images: Iterable[MatchedImage], thresholds: Sequence[float]
 ) -> NDArray[np.int64]:
-    """Count detections with sufficient score by the class of the object and the detected class.
+    """Count detections and missed objects by the object's class and the detected class.
 
-    Detections that match no object of their own class are matched with the remaining objects of
-    other classes.
+    Detections below the threshold of their class are ignored. A detection that matches no object of
+    its class is matched with the objects of any class that no detection has matched yet.
 
     Args:
         images: Matched detections.
@@ -181,9 +181,10 @@ def _match(
 ) -> NDArray[np.int64]:
     """Return for each detection `[D]` the index of the instance that it matches. -1: no match.
 
-    In the order of the rows of `ious`, each detection matches the allowed object with the highest
-    IoU, of at least 0.5, that no earlier detection matches. If there is no such object, the
-    detection may match a crowd. Any number of detections can match the same crowd.
+    Detections are matched in the order of the rows of `ious`. Candidates are the allowed objects
+    with an IoU of at least 0.5 that no earlier detection matches. The detection matches the
+    candidate with the highest IoU. Without a candidate, it may match an allowed crowd with an IoU
+    of at least 0.5. Any number of detections can match the same crowd.
 
     Args:
         ious: [D, G] mask IoU.

@@ -22,7 +22,7 @@ def coco_results_from(
     """Convert pairs of image id and detections to COCO's results format.
 
     Returns:
-        Two lists with one entry per detection: "bbox" with boxes, "segm" with masks.
+        Dictionary of two lists with one entry per detection: `bbox` has boxes, `segm` has masks.
     """
     results: dict[IouType, list[dict[str, Any]]] = {"bbox": [], "segm": []}
     for image_id, image in detections:
