@@ -34,7 +34,10 @@ def fuse_layers(model: MaskRCNN) -> None:
 
 
 def _replace(module: nn.Module, name: str, fused: Callable[..., Tensor]) -> None:
-    """Replace method `name`: under autocast, it calls `fused(module, ...)`, else the original."""
+    """Replace the method `name` of a module by `fused`, but only for calls under autocast.
+
+    The arguments of `fused` are the module and the arguments of the method.
+    """
     original = getattr(module, name)
 
     def method(features: Tensor, *others: Any) -> Tensor:

@@ -55,7 +55,7 @@ def write_detections(
         labels: [D] int64; 1 is the first class.
         masks: D COCO RLE dictionaries (`size`, `counts`).
 
-    `torch.load` can read it with `weights_only=True`.
+    `torch.load` can read `predictions.pth` with `weights_only=True`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "coco_results.pth").unlink(missing_ok=True)

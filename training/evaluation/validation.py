@@ -30,7 +30,7 @@ _DRAWN_AFTER = (0.1, 0.3, 1.0)
 
 
 class ExpectationError(Exception):
-    """A metric is below its value in `evaluation.expected`, or was not computed."""
+    """A metric in `evaluation.expected` is too low by more than the tolerance, or is missing."""
 
 
 class Validation:
@@ -106,8 +106,8 @@ class Validation:
     def draw(self, model: MaskRCNN, iteration: int) -> None:
         """On rank 0, draw `evaluation.draw_images` images with a model's detections to a PNG file.
 
-        After 10 %, 30 % and 100 % of the iterations, the drawings at these points are joined in
-        `progress.png`.
+        After 10 %, 30 % and 100 % of the run's iterations, also write `progress.png`, which joins
+        the drawings made so far after 10 %, 30 % and 100 %.
 
         Args:
             model: Model to evaluate. It is not changed.

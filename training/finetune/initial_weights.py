@@ -19,15 +19,15 @@ def initial_checkpoint(reference: str | None) -> Checkpoint:
     """Return the model and preprocessing that a fine-tuning starts from.
 
     If the weights are random or those of a backbone only, the preprocessing and the remaining
-    layers have default settings. All tensors are then on the device `meta`, because only their
-    shapes are used.
+    layers have default settings. In this case, all tensors are on the device `meta`, because only
+    their shapes are used.
 
     Args:
         reference: Value of the configuration key `weights`. None: random weights.
 
     Raises:
         CheckpointError: The weights cannot be read or converted.
-        ZooError: The zoo of published models lacks this model, or this program does not support it.
+        ZooError: The published model in `reference` does not exist, or is not supported.
         DownloadError: The download failed, or the file has another checksum.
     """
     if reference is None:

@@ -22,7 +22,7 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         overrides: Overrides of the form `key.path=value`.
 
     Raises:
-        ConfigError: A key is unknown, or a value is not of its type.
+        ConfigError: A key is unknown, or a value does not have the type of its key.
     """
     paths = {"images": str(path), "annotations": str(path)}
     try:
