@@ -9,7 +9,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """A signal ended the run after a checkpoint was written."""
+    """SIGINT or SIGTERM ended the run. Before that, a checkpoint was written."""
 
 
 class Interruption:

@@ -95,7 +95,7 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
 
 
 def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """Return the environment variables from which a local rank joins the process group.
+    """Return the environment variables that a rank on this machine needs to join the process group.
 
     Args:
         rank: Rank of the process.

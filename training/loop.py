@@ -132,7 +132,7 @@ class TrainingLoop:
             self._trainer.freeze_backbone()
 
     def _evaluate_and_save(self, report: TrainingReport) -> bool:
-        """Evaluate the model and write a checkpoint, each if due. Return whether training ends."""
+        """If due, evaluate the model. If due, write a checkpoint. Return whether training ends."""
         trainer, config = self._trainer, self._config
         final = trainer.iteration >= config.solver.max_iterations
         best, self._metrics = False, {}

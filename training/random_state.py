@@ -20,7 +20,9 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of the generators of Python, numpy, torch and, on a GPU, of this GPU.
+    """Return the states of the generators of Python, numpy and torch on the CPU.
+
+    If `device` is a GPU, the state of torch's generator on this GPU is included.
 
     All values are of types that `torch.load(weights_only=True)` accepts.
     """
@@ -40,8 +42,8 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 def restore_generators(states: dict[str, Any], device: torch.device) -> None:
     """Restore states that `generator_states` returned.
 
-    If `device` is the CPU, a saved state of a GPU is ignored. If it is a GPU and `states` has no
-    state of a GPU, the generator of this GPU is not changed.
+    If `device` is the CPU, a GPU state in `states` is ignored. If `device` is a GPU, but `states`
+    has no GPU state, the generator of this GPU is not changed.
     """
     random.setstate(states["python"])
     twister = states["numpy"]["state"]

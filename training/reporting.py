@@ -204,7 +204,7 @@ def with_progress(
 
 
 def _remove_lines_after(iteration: int, path: Path) -> None:
-    """Remove damaged lines, and lines of later iterations than `iteration`, from a metrics file."""
+    """Remove damaged lines, and lines of iterations after `iteration`, from a metrics file."""
     if not path.is_file():
         return
     lines = path.read_text(errors="replace").splitlines(keepends=True)

@@ -37,7 +37,8 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
         ConfigError: The configuration does not fit the data, the machine or the resumed run.
         DataError: The data set is unreadable or has no usable image.
         DivergenceError: A loss or a weight is not finite.
-        ExpectationError: A final metric is below its value in `evaluation.expected`.
+        ExpectationError: A final metric is missing, or is below its value in `evaluation.expected`
+            by more than `evaluation.tolerance`.
         TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
     """
     if (count := processes_to_start(config.device, config.processes)) > 1:

@@ -27,8 +27,8 @@ def finetuning_epochs(images: int) -> float:
 def with_run_length(dataset: CocoDataset, config: TrainConfig) -> TrainConfig:
     """Return a configuration with `solver.epochs`, if set, converted to `solver.max_iterations`.
 
-    A warning is logged if the run has many times the epochs that fine-tuning needs for this number
-    of images.
+    A warning is logged if the run has more than 50 times the number of epochs that
+    `finetuning_epochs` returns for the number of training images.
 
     Raises:
         DataError: The data set has no image for training.

@@ -36,8 +36,8 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
 
     Args:
         layout: The recognised data set.
-        folder: Folder for the annotation files that are written: a file per split if a split is
-            converted to COCO format, `train.json` and `val.json` if images are held out.
+        folder: Folder for written annotation files. A converted split is written to `NAME.json`. If
+            images are held out, the two parts are written to `train.json` and `val.json`.
 
     Raises:
         DataError: Several splits may be the training set, or the annotations cannot be read.
