@@ -69,8 +69,8 @@ class SolverConfig(FrozenConfig):
     def scaled(self) -> "SolverConfig":
         """Return the configuration with its schedule scaled to `images_per_batch`.
 
-        With ratio = `images_per_batch` / `scale_from_batch`, the learning rate is multiplied by the
-        ratio, and all numbers of iterations are divided by it.
+        The ratio is `images_per_batch` / `scale_from_batch`. `base_lr` is multiplied by the ratio.
+        `max_iterations`, `steps` and `warmup_iterations` are divided by it.
 
         Raises:
             ValueError: Two of `steps` are equal after rounding.
@@ -101,7 +101,7 @@ class SolverConfig(FrozenConfig):
         this length. If `epochs` is None, the configuration is returned unchanged.
 
         Args:
-            iterations_per_epoch: Iterations in which each training image is seen once.
+            iterations_per_epoch: Number of iterations in one epoch.
         """
         if self.epochs is None:
             return self

@@ -52,7 +52,7 @@ class Stability(NamedTuple):
 def train_seeds(config: TrainConfig, count: int, *, resume: bool = False) -> Stability:
     """Train one model per seed: `config.seed`, `config.seed + 1`, ...
 
-    The run of seed N is written to `output_dir/seed-N`, and the metrics of all runs to
+    The folder of the run with seed N is `output_dir/seed-N`. The metrics of all runs are written to
     `output_dir/stability.json`.
 
     Args:
@@ -65,7 +65,8 @@ def train_seeds(config: TrainConfig, count: int, *, resume: bool = False) -> Sta
             the resumed runs.
         DataError: The data set is missing or invalid.
         DivergenceError: A loss or a weight is not finite.
-        ExpectationError: A mean metric is below `evaluation.expected`.
+        ExpectationError: The mean of a metric over the seeds is below its value in
+            `evaluation.expected` by more than `evaluation.tolerance`, or the metric is missing.
     """
     if config.data.val is None or config.evaluation.skip_test or config.evaluation.skip_eval:
         raise ConfigError(

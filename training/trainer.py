@@ -110,10 +110,10 @@ class Trainer:
         return long and self.worker.device.type == "cuda"
 
     def _over_ranks(self) -> nn.Module:
-        """Return the model, wrapped in DistributedDataParallel if that exchanges the gradients.
+        """Return the model, wrapped in DistributedDataParallel if necessary.
 
-        It is not wrapped if there is one rank, or if the model is compiled and has no unfrozen
-        batch norm: then `step` itself sums the gradients over the ranks.
+        The model is not wrapped if there is one rank, or if it is compiled and has no unfrozen
+        batch norm. In the second case, `step` sums the gradients over the ranks.
         """
         # Ranks must exchange buffers only if there is batch norm, which alone changes buffers.
         buffers = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
@@ -258,7 +258,8 @@ class Trainer:
     def _counts(self, batches: Sequence[Batch]) -> Tensor:
         """Return the denominators of the five losses [5], summed over the batches of all ranks.
 
-        They are the numbers of sampled anchors, sampled RoIs and mask pixels.
+        They are the numbers of sampled anchors (twice), sampled RoIs (twice), and mask pixels of
+        positive RoIs.
         """
         # Run on copies of the buffers, so that the statistics of batch norm do not include these
         # images twice.

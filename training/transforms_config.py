@@ -121,10 +121,10 @@ Transform = Annotated[SerializeAsAny[TransformConfig], BeforeValidator(_transfor
 
 
 def check_order(transforms: tuple[TransformConfig, ...]) -> None:
-    """Check that resizing is the first transform of a list, and copy-paste the last.
+    """Check the positions of resizing and copy-paste in a list that may contain them.
 
     Raises:
-        ValueError: Resizing is not the first transform, or copy-paste is not the last.
+        ValueError: A transform that resizes is not the first, or copy-paste is not the last.
     """
     for transform in transforms[1:]:
         if isinstance(transform, RESIZING):
