@@ -177,8 +177,8 @@ class EvaluationConfig(FrozenConfig):
 class TrainConfig(FrozenConfig):
     """Configuration of a training run.
 
-    In a YAML file, the key `base` is the name of a preset, or the path of another file relative to
-    the first file's folder. The base supplies the keys that the first file does not set.
+    A YAML file may contain the key `base`: the name of a preset, or the path of a base file,
+    relative to the YAML file's folder. The base supplies the keys that the YAML file does not set.
     """
 
     output_dir: Path = Path("runs/train")

@@ -11,7 +11,7 @@ BEST_BY = "segm/AP"
 
 
 class EarlyStopping:
-    """Early-stopping state: best mask AP of a run, and number of later evaluations."""
+    """Early-stopping state: best mask AP of a run, and number of evaluations after the best one."""
 
     def __init__(self, settings: EvaluationConfig, state: Mapping[str, Any]) -> None:
         """Create the state of a new run, or restore the state of a resumed run.

@@ -132,8 +132,8 @@ def confusion_matrix(
 ) -> NDArray[np.int64]:
     """Count detections and missed objects by the object's class and the detected class.
 
-    Detections below the threshold of their class are ignored. A detection that matches no object of
-    its class is matched with the objects of any class that no detection has matched yet.
+    Detections below the threshold of their class are ignored. If a detection matches no object of
+    its class, it can match an object of any class that is still unmatched.
 
     Args:
         images: Matched detections.

@@ -106,8 +106,8 @@ class Validation:
     def draw(self, model: MaskRCNN, iteration: int) -> None:
         """On rank 0, draw `evaluation.draw_images` images with a model's detections to a PNG file.
 
-        After 10 %, 30 % and 100 % of the run's iterations, also write `progress.png`, which joins
-        the drawings made so far after 10 %, 30 % and 100 %.
+        After 10 %, 30 % and 100 % of the run's iterations, `progress.png` is also written. It joins
+        the drawings of these three iterations, as far as they exist.
 
         Args:
             model: Model to evaluate. It is not changed.

@@ -41,9 +41,11 @@ def similar_names(names: Iterable[str]) -> list[str]:
 
 
 def _remedy(name: str, known: Sequence[Category]) -> str:
-    """Return the remedy, for an error message, if the model's classes `known` lack a category.
+    """Return the remedy, as part of an error message, for a category that a model lacks.
 
-    `name` is the category's name.
+    Args:
+        name: Name of the category.
+        known: Classes of the model. One may have the same name and another id.
     """
     for category in known:
         if _folded(category.name) == _folded(name):

@@ -178,9 +178,9 @@ class CocoDataset:
 
 
 def summary_of(findings: Mapping[str, Sequence[str]]) -> str:
-    """Return a text with the number and the first names of the invalid entries, by reason.
+    """Return a text with the number of entries and some of their names, for each reason.
 
-    `findings` maps each reason to the names of the entries.
+    `findings` maps reasons, such as "images: file missing", to names of entries.
     """
     return "; ".join(
         f"{len(ids)} {reason} ({', '.join(ids[:_IDS_SHOWN])}"

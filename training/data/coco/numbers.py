@@ -22,7 +22,7 @@ def integer_from(value: Any) -> int | None:
 def id_from(value: Any) -> int | str | None:
     """Return an id. An integer, `480.0` and `"480"` become `int`. Any other string stays `str`.
 
-    None: the string is empty, or the value is of another type or too large.
+    None: any other value, such as 480.5, an empty string, or an integer of more than 64 bits.
     """
     number = integer_from(value)
     if number is not None:

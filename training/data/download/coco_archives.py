@@ -41,9 +41,9 @@ class CocoArchive:
 
 
 def annotations_in(root: Path, images: str) -> Path:
-    """Return the path, in the folder `root`, of the annotation file for a split's images.
+    """Return the path of a split's annotation file in the folder `root`.
 
-    `images` is the name of their folder, such as `val2017`.
+    `images` is the name of the split's image folder, such as `val2017`.
     """
     return root / "annotations" / f"instances_{images}.json"
 

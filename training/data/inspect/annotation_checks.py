@@ -125,7 +125,8 @@ def _exceeds(boxes: _Floats, limits: _Floats) -> _Bools:
 def _contradicts(areas: _Floats, measured: _Measurements) -> _Bools:
     """Whether each annotated area differs from its segmentation's area by more than the tolerance.
 
-    `areas` is `[N]`, in square pixels; `measured` contains the N segmentations.
+    `areas` is `[N]`, in square pixels; `measured` has the measurements of the N segmentations. If
+    a polygon crosses or touches itself, the result is False.
     """
     slack = np.maximum(_AREA_TOLERANCE, measured.length / 2)
     low = (1 - _AREA_RELATIVE_TOLERANCE) * measured.min_area - slack

@@ -114,7 +114,7 @@ def rotated_files(
 
 
 def unlisted_files(folders: Iterable[Path], listed: Iterable[Path]) -> list[Path]:
-    """Return image files at any depth in `folders`. Leave out `listed` files. Sort by path."""
+    """Return the image files in `folders`, at any depth, except for `listed`. Sort by path."""
     # Normalise the paths on both sides, because file names in annotations may contain `..`.
     files = {
         Path(os.path.normpath(os.path.join(parent, name)))

@@ -227,10 +227,10 @@ def _masks_of(
     target: tuple[int, int],
     side: int | None,
 ) -> NDArray[np.uint8]:
-    """Return the masks [n, h, w] of n objects, which cover the whole image, resized to `target`.
+    """Return the masks [n, h, w] of n objects. Each mask covers the whole image.
 
-    If `side` is not None, return masks [n, side, side], cropped to the boxes `regions`. `source`
-    and `target` are (height, width) of the original and of the resized image.
+    If `side` is not None, return masks [n, side, side]. Each covers the object's box in `regions`.
+    `source` is (height, width) of the original image, and `target` is (h, w) of the resized image.
     """
     shape = (side, side) if side else target
     masks = np.zeros((len(objects), *shape), np.uint8)

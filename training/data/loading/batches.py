@@ -112,7 +112,9 @@ class EncodedBatch:
         return replace(self, rest=self.rest.pin_memory(), images=tuple(images))
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Batch:
-        """Copy the batch to a device. Decode, resize, flip and pad the images on that device.
+        """Return a `Batch` with all tensors on a device.
+
+        The device decodes, resizes, flips and pads the images.
 
         Raises:
             DataError: A JPEG file is damaged.

@@ -35,9 +35,9 @@ class GlobalBatches:
 
     All images of a batch have the same shape bucket (input size).
 
-    In each epoch, every image occurs once or, with repeat factors, that many times on average. The
-    order of a bucket's images is random. The bucket's last batch is filled up with the first images
-    of this order. The order of the batches is random.
+    In each epoch, every image occurs once. If there are repeat factors, an image occurs on average
+    as often as its factor. The order of a bucket's images is random, and its last batch is filled
+    up with the first images of this order. The order of the batches is random.
     """
 
     def __init__(
@@ -93,7 +93,10 @@ class GlobalBatches:
     def _repeated(
         self, members: NDArray[np.int64], size: int, rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Repeat the image indices `members` by their factors. Return `size` indices, shuffled."""
+        """Repeat each image index in `members` as often as its repeat factor, on average.
+
+        Return `size` indices in random order.
+        """
         assert self._factors is not None
         # Use systematic sampling: each image occurs floor or ceil of its factor times, and an epoch
         # has the same length whatever the random numbers are.
@@ -108,9 +111,9 @@ def repeat_factors(records: Sequence[ImageRecord], threshold: float | None) -> N
     """Return the average number of times that an epoch shows each image, [n].
 
     If `threshold` is None, the result is the `weight` of the record: 1, or the weight of its data
-    set in `data.extra_train`. Otherwise, the weight is multiplied by the repeat factor of Gupta et
-    al. (LVIS, 2019): max(1, sqrt(threshold / f)), where f is the share of all images that contain
-    the image's rarest class.
+    set in `data.extra_train`. Otherwise, the result is the weight times the repeat factor of Gupta
+    et al. (LVIS, 2019): max(1, sqrt(threshold / f)), where f is the share of all images that
+    contain the image's rarest class.
     """
     weights = np.array([record.weight for record in records])
     if threshold is None:
