@@ -79,16 +79,17 @@ def evaluate(
 
     `maskrcnn eval BUNDLE DATA` evaluates a bundle with the backends of the server. DATA is a data
     set folder in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for `maskrcnn train
-    finetune`. Its split `val`, or its only split, is used. Use --images and --annotations for any
-    other files. DATA can also be CONFIG [KEY=VALUE]..., of which only data.val, data.on_broken,
-    data.exif_orientation and the section `evaluation` are used.
+    finetune`. Its split `val`, or its only split, is used. If the files are elsewhere, use --images
+    and --annotations. DATA can also be CONFIG [KEY=VALUE]..., of which only data.val,
+    data.on_broken, data.exif_orientation and the section `evaluation` are used.
 
     If a data set folder, --images, --annotations, --backend, --precision or -o is given, a
     checkpoint or a name is also evaluated as a bundle. The bundle is exported once, into the cache
     folder.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
-    coco_results.pth for torch. If a metric is below evaluation.expected, the exit code is 1.
+    coco_results.pth, which torch.load reads. If a metric is below evaluation.expected, the exit
+    code is 1.
     """
     given = {name: value for name, value in options.items() if value is not None}
     as_bundle = Path(model).is_dir() or not given.keys().isdisjoint(_BUNDLE_OPTIONS)

@@ -115,7 +115,7 @@ STEPS: Final = (
 @click.option(
     "--tensorrt",
     is_flag=True,
-    help="Also run the ten steps that check TensorRT on this machine, in the repository's folder.",
+    help="Also check TensorRT on this machine, in ten steps. Run this in the repository's folder.",
 )
 @click.option(
     "--from",

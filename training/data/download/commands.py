@@ -103,11 +103,11 @@ def download(
     """Download the archives of COCO into DIR.
 
     An archive is named NAME.partial until it is complete with the right MD5. If the command is
-    interrupted, run it again to resume. The archives of either edition have 20.4 GB; the extracted
-    files need as much again.
+    interrupted, run it again to resume. The archives of each edition take 20.4 GB, and the
+    extracted files another 20.4 GB.
 
-    maskrcnn-benchmark trains on train2014 and valminusminival2014 and tests on minival2014. These
-    are the images of train2017 and val2017, so use coco2017.
+    maskrcnn-benchmark trains on train2014 and valminusminival2014, and tests on minival2014. For
+    the same images, use coco2017: train2017 has the training images, val2017 the test images.
     """
     from ....model.download.checksums import Checksum
     from ....model.download.http_download import Remedies, RetryPolicy, download_file
