@@ -117,8 +117,8 @@ def _evaluate_checkpoint(
 
     if source is None:
         raise click.UsageError(
-            "evaluating a checkpoint needs CONFIG, whose data.val is the validation set; give "
-            "CONFIG"
+            "a checkpoint is evaluated on data.val of a configuration; give CONFIG: a "
+            "configuration file or a preset"
         )
     if source not in presets() and not Path(source).exists():
         raise click.UsageError(

@@ -169,7 +169,10 @@ def _received(receiver: Any) -> Any:
     try:
         result, error = receiver.recv()
     except EOFError:
-        raise ProcessError("a benchmark process was killed; free memory and try again") from None
+        raise ProcessError(
+            "a benchmark process died without a result, probably because memory ran out; free "
+            "memory and try again"
+        ) from None
     if error:
         raise error
     return result

@@ -104,8 +104,9 @@ class TorchvisionTrainer:
             "torchvision", False, False
         ):  # fmt: skip
             raise ConfigError(
-                "torchvision's model has other rules for anchors, RoIs or boxes than this "
-                "configuration, so they cannot be compared; measure without --peer"
+                "the comparison with torchvision needs model.anchors.convention=torchvision, "
+                "model.roi.aligned=false and model.inclusive_boxes=false, but this configuration "
+                "has other values; measure without --peer"
             )
         model = torchvision_from_config(settings)
         try:

@@ -102,7 +102,8 @@ class EngineChoice:
         if self.precision in QUANTIZED_PRECISIONS:
             raise BundleError(
                 f"{self.precision} cannot be measured with a checkpoint; export a bundle with "
-                "`maskrcnn export --calibration IMAGES`, and measure the bundle"
+                f"`maskrcnn export CHECKPOINT -o BUNDLE --precision {self.precision} --calibration "
+                "IMAGES`, and measure the bundle"
             )
         from ...model.weights.references import checkpoint_from_reference
 

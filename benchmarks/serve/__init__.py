@@ -116,7 +116,8 @@ def serve(
         bulk = _measure_bulk(bundle, config, settings) if engine_rate else None
         if peer and config.max_batch == 1:
             raise click.UsageError(
-                "--peer unbatched compares with batches of one image; raise --max-batch above 1"
+                "--peer unbatched compares the server with a server of --max-batch 1; raise "
+                "--max-batch above 1"
             )
         results = _print_results(measure_bundle(bundle, settings, options))
         if peer:
@@ -178,8 +179,9 @@ def _measure_bulk(bundle: Path, config: "ServeConfig", settings: "ServeSettings"
     )
     (result,) = iterate_in_process(measure_bulk, bundle, bulk_settings)
     click.echo(
-        f"without a server, all steps together process {result.images_per_second:.1f} images/s, "
-        f"and the engine alone processes {result.engine_images_per_second:.1f} images/s",
+        "without a server, bulk prediction from encoded images to masks processes "
+        f"{result.images_per_second:.1f} images/s, and the engine alone processes "
+        f"{result.engine_images_per_second:.1f} images/s",
         err=True,
     )
     return result

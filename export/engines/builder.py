@@ -86,8 +86,8 @@ class EngineBuilder(ABC):
         if "fp8" in precisions and old:
             raise EngineError(
                 f"GPUs of compute capability {', '.join(old)} do not compute in fp8, which needs "
-                f"{_FP8_CAPABILITY}; choose later ones with --compute-capability, or another "
-                "precision"
+                f"{_FP8_CAPABILITY} or later; choose later GPUs with --compute-capability, or "
+                "another precision"
             )
 
     def build(self, onnx_path: Path, plan_path: Path, precision: Precision) -> EngineBuild:
