@@ -56,8 +56,8 @@ def check_precisions(
     for precision in QUANTIZED_PRECISIONS:
         if precision in precisions and not is_calibrated:
             raise BundleError(
-                f"{precision} needs calibration images, which give the ranges of values; run "
-                "maskrcnn export with --calibration IMAGES"
+                f"{precision} needs calibration images to measure the value ranges of "
+                "tensors; run maskrcnn export with --calibration IMAGES"
             )
     if with_programs and set(precisions) <= set(MISSING_PRECISIONS["torch"]):
         raise BundleError(

@@ -118,8 +118,8 @@ USAGE_ERRORS = {
 # Exit code 1, by command line.
 FAILURES = {
     "export no-such.pth -o b --precision int8": (
-        "int8 needs calibration images, which give the ranges of values; run maskrcnn export with "
-        "--calibration IMAGES"
+        "int8 needs calibration images to measure the value ranges of tensors; run maskrcnn export "
+        "with --calibration IMAGES"
     ),
     "serve no-such-bundle": (
         "{cwd}/no-such-bundle does not exist; make a bundle with "

@@ -106,9 +106,9 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
         types = ", ".join(sorted(frozenset().union(*(layer.compute_types for layer in wrong))))
         raise PrecisionError(
             f"{name} should compute in {precision}, but {len(wrong)} of its "
-            f"{len(convolutions) + len(products)} convolutions and matrix products read "
-            f"{types or 'an unknown type'}, beginning with layer {wrong[0].name}; measure the "
-            "accuracy with `maskrcnn eval`, or export the bundle without --engine"
+            f"{len(convolutions) + len(products)} convolutions and matrix products have "
+            f"inputs of {types or 'an unknown type'}, beginning with layer {wrong[0].name}; "
+            "measure the accuracy with `maskrcnn eval`, or export the bundle without --engine"
         )
 
 

@@ -28,7 +28,8 @@ class RtxEngineBuilder(EngineBuilder):
             raise EngineError(
                 f"{self.product} {self._trt.__version__} builds for the compute capabilities "
                 f"{', '.join(available)}, not {', '.join(unknown)}; choose others with "
-                "--compute-capability, or build for that GPU with --engine tensorrt"
+                "--compute-capability, or export with --engine tensorrt on a machine with such a "
+                "GPU"
             )
         return tuple(dict.fromkeys(chosen))
 

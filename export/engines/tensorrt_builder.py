@@ -34,8 +34,9 @@ class TensorRTEngineBuilder(EngineBuilder):
     def _target(self) -> tuple[str, ...]:
         if not torch.cuda.is_available():
             raise EngineError(
-                "TensorRT builds an engine on the GPU that will run it, and this machine has none; "
-                "export on that machine, or use --engine tensorrt-rtx, which needs no GPU"
+                "TensorRT builds an engine on the GPU that will run it, but this machine has no "
+                "GPU; export on the machine that will run the engine, or use --engine "
+                "tensorrt-rtx, which needs no GPU"
             )
         # Remember the current GPU. `build` runs TensorRT in a new thread, where another GPU may be
         # current.

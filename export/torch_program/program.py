@@ -127,8 +127,9 @@ def _check_compiler() -> None:
     """Raise `EngineError` if there is no C compiler, which torch needs to compile a program."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         raise EngineError(
-            "torch needs a C compiler to compile for a GPU, and none was found; install one with "
-            "the headers of libc, as by `apt-get install gcc libc6-dev`, or set CC"
+            "torch needs a C compiler to compile for a GPU, and none was found; install a compiler "
+            "and the headers of libc, such as with `apt-get install gcc libc6-dev`, or set CC to "
+            "the path of a compiler"
         )
 
 
