@@ -167,8 +167,8 @@ def _png_compatible(image: Image, has_deep_colours: bool) -> Image:
         extrema: Any = image.getextrema()
         if max(high for _, high in extrema[:3]) <= _DARK:
             raise ImageError(
-                "the image has 16 bits per channel, but its colours fit in fewer and would turn "
-                "dark; convert it to 8 bits per channel"
+                "the image has 16 bits per channel but uses only the lowest bits, so its colours "
+                "would turn dark; convert it to 8 bits per channel"
             )
     if image.mode == "I;16B":
         return fromarray(np.asarray(image).astype(np.uint16))

@@ -213,7 +213,7 @@ def _excess_bits(image: ImageFile) -> int:
         return depth - 8
     if depth < _DEPTHS[-1]:
         raise ImageError(
-            f"the image has 16 bits per channel, but its colours fit in {depth} and would turn "
-            "dark; convert it to 8 bits per channel"
+            f"the image has 16 bits per channel but uses only the lowest {depth} bits, so its "
+            "colours would turn dark; convert it to 8 bits per channel"
         )
     return 0

@@ -141,7 +141,7 @@ def build_model(
     if (backbone.name, backbone.features) != (name, features):
         raise WeightsError(
             f"{source} has the backbone {backbone.name} {backbone.features}, not {name} "
-            f"{features}; use maskrcnn_{backbone.name}_{backbone.features}"
+            f"{features}; call maskrcnn_{backbone.name}_{backbone.features}() instead"
         )
     return checkpoint.build_model()
 

@@ -79,7 +79,7 @@ def test_16_bit_colours_are_rejected_if_they_would_turn_dark(bits: int) -> None:
     if bits == 16:
         np.testing.assert_array_equal(decode_image(data), deep >> 8)
     else:
-        with pytest.raises(ImageError, match=f"fit in {bits} .* 8 bits per channel"):
+        with pytest.raises(ImageError, match=f"lowest {bits} bits.* 8 bits per channel"):
             decode_image(data)
 
 
