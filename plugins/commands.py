@@ -51,7 +51,7 @@ def build(capabilities: tuple[str, ...]) -> None:
         totals = (f"{sum(sizes) / 1024:.0f} KiB" for sizes in zip(*variants, strict=True))
         table.add_row(name, str(len(variants)), *totals)
     Console().print(table)
-    click.echo(f"the cache is {cache_folder('kernels')}")
+    click.echo(f"the compiled kernels are in {cache_folder('kernels')}")
 
 
 def _capability(architecture: int) -> str:

@@ -54,7 +54,7 @@ def read_weights(path: Path, config: Path | None = None) -> Weights:
     origin = next((o for o in ORIGINS if any(re.fullmatch(o.signature, n) for n in state)), None)
     if origin is None:
         raise WeightsError(
-            f"{path} holds no weights of a known origin; give those of "
+            f"{path} does not hold the weights of a supported program; give weights of "
             f"{', '.join(origin.name for origin in ORIGINS)} or of this program"
         )
     stated = _config_for(path, origin, config)
@@ -92,8 +92,8 @@ def _with_config(weights: Weights, stated: Detectron2Config) -> Weights:
     if None not in (classes, stated.num_classes) and classes != stated.num_classes:
         raise WeightsError(
             f"the weights have {classes} classes, but their configuration states "
-            f"{stated.num_classes} classes; give the config.yaml of the same model, or move the "
-            "config.yaml beside the weights to another folder"
+            f"{stated.num_classes} classes; give the config.yaml of this model with --config, or "
+            "move another model's config.yaml out of the folder of the weights"
         )
     known = stated.settings | {
         key: weights.assumed[key] for key in stated.statistics if key in weights.assumed

@@ -115,14 +115,15 @@ def _warn_of_assumptions(
     if weights.origin == torchvision.ORIGIN.name and frozen and eps and classes != 90:
         logger.warning(
             "%s has %d classes instead of COCO's 90 and does not hold the epsilon of its batch "
-            "norms; assumed backbone.norm_eps=%g, as after training from a backbone. If the model "
-            "was fine-tuned from torchvision's COCO_V1 weights, set backbone.norm_eps=0",
+            "norms; assumed backbone.norm_eps=%g, which fits a training that started from a "
+            "pretrained backbone. If the model was fine-tuned from torchvision's COCO_V1 weights, "
+            "set backbone.norm_eps=0",
             reference, classes, eps,
         )  # fmt: skip
     if weights.origin == detectron2.ORIGIN.name and "preprocessing.min_size" in assumed:
         logger.warning(
-            "%s does not hold its settings; assumed %s. Give its %s (with --config, or beside it), "
-            "or set others as KEY=VALUE",
+            "%s does not hold the model's settings; assumed %s. Give the model's %s (with "
+            "--config, or in the folder of the weights), or set differing values with KEY=VALUE",
             reference,
             ", ".join(f"{key}={text_from_value(value)}" for key, value in assumed.items()),
             CONFIG_NAME,

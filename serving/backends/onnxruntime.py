@@ -215,7 +215,8 @@ class OnnxRuntimeBackend:
             if not smaller:
                 raise BackendError(
                     f"the GPU has too little free memory for batches of {size} images in "
-                    f"{self._precision}; lower --max-batch (--batch in commands without a server)"
+                    f"{self._precision}; lower --max-batch (--batch in `maskrcnn eval` and "
+                    "`maskrcnn bench`)"
                 )
             smaller.clear()
 

@@ -167,7 +167,7 @@ def test_missing_files_and_folders_are_rejected(tmp_path: Path) -> None:
 def test_files_of_unknown_origin_are_rejected(content: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     torch.save(content, path)
-    with pytest.raises(WeightsError, match=r"known origin.*torchvision, detectron2, "):
+    with pytest.raises(WeightsError, match=r"supported program.*torchvision, detectron2, "):
         read_weights(path)
 
 
