@@ -149,12 +149,12 @@ def _check_build(kind: EngineKind, artifact: Artifact, machine: PlanTarget) -> N
         here.append(f"compute capability {machine.compute_capability}")
     if build.platform != machine.platform:
         built.append(f"on {build.platform}")
-        here.append(machine.platform)
+        here.append(f"platform {machine.platform}")
     if built:
         batches = " ".join(str(profile.opt) for profile in build.profiles)
         raise BackendError(
             f"the plan {artifact.path} was built {' '.join(built)}, but this machine has "
-            f"{' with '.join(here)}; build it here with `maskrcnn export CHECKPOINT -o BUNDLE "
+            f"{', '.join(here)}; build it here with `maskrcnn export CHECKPOINT -o BUNDLE "
             f"--engine {kind} --precision {artifact.precision} --batch {batches}`"
         )
     if (build.ptx_cuda_version or 0) > machine.cuda_version:

@@ -196,5 +196,6 @@ def _enough_memory(max_batch: int) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise BackendError(
             f"the GPU has too little free memory for batches of up to {max_batch} images; lower "
-            "--max-batch (--batch in commands without a server), or end other processes on the GPU"
+            "--max-batch (--batch in `maskrcnn eval` and `maskrcnn bench`), or end other processes "
+            "on the GPU"
         ) from error

@@ -101,8 +101,8 @@ def settings_from_file(path: Path) -> dict[str, Any]:
         ) from None
     except PydanticSerializationError:
         raise click.UsageError(
-            f"{path} holds an invalid value, such as a list that contains itself; it must be a "
-            "mapping of settings to values, as in port: 8500"
+            f"{path} holds an invalid value, such as a list that contains itself; the file must be "
+            "a mapping of settings to values, as in port: 8500"
         ) from None
     if not isinstance(values, dict):
         raise click.UsageError(f"{path} must be a mapping of settings to values, as in port: 8500")

@@ -106,7 +106,7 @@ OLD_TENSORRT = {"runtime_version": "11.2.0.5"}
         (
             OLD_TENSORRT | {"compute_capabilities": ("8.0",)},
             "with TensorRT 11.2.0.5 for compute capability 8.0",
-            "TensorRT 11.4.0.106 with compute capability 9.0; build",
+            "TensorRT 11.4.0.106, compute capability 9.0; build",
         ),
     ],
 )
