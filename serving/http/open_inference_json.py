@@ -89,7 +89,7 @@ def _length_from_header(text: str, body_size: int) -> int:
     if not is_number or int(text) > body_size:
         raise InvalidRequestError(
             f"Inference-Header-Content-Length is {text[:20]!r}; it must be the size in bytes of "
-            f"the JSON at the beginning of the body, which has {body_size} bytes"
+            f"the JSON at the beginning of the body. The whole body has {body_size} bytes"
         )
     return int(text)
 

@@ -255,8 +255,9 @@ def _translated_storage_errors() -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         raise ServingError(
-            f"cannot access images or results: {error}; check that the bucket exists, at Amazon or "
-            "at AWS_ENDPOINT_URL, and that AWS_ACCESS_KEY_ID may access it"
+            f"cannot access images or results: {error}; check that the bucket exists (at Amazon "
+            "S3, or at the server that AWS_ENDPOINT_URL names), and that AWS_ACCESS_KEY_ID may "
+            "access it"
         ) from error
 
 

@@ -156,7 +156,7 @@ def scheduling_from_request(
     if precision not in (None, chosen):
         raise InvalidRequestError(
             f"parameter 'precision' is {chosen!r}, but model {request.model_name!r} computes in "
-            f"{precision}; leave out the parameter, or the suffix of the model name"
+            f"{precision}; leave out the parameter, or the suffix -{precision} of the model name"
         )
     timeout_us = values.get("timeout", 0)
     return SchedulingOptions(
