@@ -53,8 +53,8 @@ class DecodeMemory:
         """
         if size > self.largest:
             raise ImageError(
-                f"decoding the image takes {size >> 20} MiB of memory, and the server has "
-                f"{self.largest >> 20} MiB for it; send a smaller image, or raise the server's "
+                f"decoding the image takes {size >> 20} MiB of memory, but the server allows "
+                f"{self.largest >> 20} MiB per image; send a smaller image, or raise the server's "
                 f"decode_memory_mb ({self.limit >> 20})"
             )
         await self._acquire(peer, size)

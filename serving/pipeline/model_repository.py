@@ -185,6 +185,6 @@ class ModelRepository:
         for name in names:
             if names.count(name) > 1:
                 raise ServingError(
-                    f"two models have the name {name!r}; give each another one, as in "
+                    f"two models have the name {name!r}; give each model its own name, as in "
                     "`maskrcnn serve street=BUNDLE indoor=OTHER_BUNDLE`"
                 )

@@ -71,7 +71,7 @@ def _report_skipped(names: Sequence[str]) -> None:
         shown = ", ".join(names[:_FAILURES_SHOWN])
         more = ", ..." if len(names) > _FAILURES_SHOWN else ""
         images = counted(len(names), "image")
-        click.echo(f"skipping {images} in other formats ({shown}{more})", err=True)
+        click.echo(f"skipping {images} in unsupported formats ({shown}{more})", err=True)
 
 
 def _report_nested(folder: Path) -> None:

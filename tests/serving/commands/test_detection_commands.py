@@ -47,7 +47,7 @@ def test_client_and_predict_write_equal_files(
     ):
         assert result.exit_code == 0, result.output
         assert "detections in 3 images" in result.stdout
-        assert "1 image in other formats (film.gif)" in result.stderr
+        assert "1 image in unsupported formats (film.gif)" in result.stderr
         assert "notes.txt" not in result.stderr
     names = {path.name for path in outputs[0].iterdir()}
     assert names == {"012.png", "cat.png", "scan.png", "detections.json"}
