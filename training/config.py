@@ -96,8 +96,8 @@ class DataConfig(FrozenConfig):
         for sides in ((self.min_size, self.max_size), (self.max_size, self.min_size)):
             if not any(b.height >= sides[0] and b.width >= sides[1] for b in self.buckets):
                 raise ValueError(
-                    f"no bucket holds an image of {sides[0]}x{sides[1]} pixels, as min_size and "
-                    "max_size allow; add a larger bucket"
+                    f"no bucket holds an image of {sides[0]}x{sides[1]} pixels (height x width), "
+                    "although min_size and max_size allow this size; add a larger bucket"
                 )
         check_order(self.transforms)
         if self.transforms and self.decode == "device":
@@ -162,13 +162,13 @@ class EvaluationConfig(FrozenConfig):
         for name in self.expected:
             if not _METRIC.fullmatch(name):
                 raise ValueError(
-                    f"expected has the unknown metric {name!r}; metrics are bbox/M and segm/M with "
-                    "M one of AP, AP50, AP75, APs, APm, APl, AR1, AR10, AR100, ARs, ARm, ARl or "
-                    "AP/CLASS"
+                    f"the key `expected` has the unknown metric {name!r}; metrics are bbox/M and "
+                    "segm/M, where M is AP, AP50, AP75, APs, APm, APl, AR1, AR10, AR100, ARs, ARm, "
+                    "ARl or AP/CLASS"
                 )
         if self.expected and self.skip_eval:
             raise ValueError(
-                "the setting expected needs metrics, which skip_eval=true does not compute; set "
+                "the key `expected` needs metrics, but skip_eval=true computes none; set "
                 "skip_eval=false or expected={}"
             )
         return self
@@ -279,8 +279,8 @@ def check_length(config: TrainConfig, overrides: Sequence[str]) -> None:
     ignored = [text for text in overrides if text.startswith("solver.max_iterations=")]
     if config.solver.epochs is not None and ignored:
         raise ConfigError(
-            f"{ignored[0]} has no effect, because solver.epochs is {config.solver.epochs}; remove "
-            "one of them, or set solver.epochs=null"
+            f"{ignored[0]} has no effect, because solver.epochs is {config.solver.epochs}; leave "
+            "out this override, or set solver.epochs=null"
         )
 
 

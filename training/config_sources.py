@@ -61,7 +61,7 @@ def _merged(source: str, folder: Path, above: tuple[str, ...]) -> Values:
     name = source if source in presets() else os.path.normpath(folder / source)
     if name in above:
         raise SourceError(
-            f"{' has base '.join((*above, name))}: these bases form a cycle; remove the key base "
+            f"{' has base '.join((*above, name))}: these bases form a cycle; remove the key `base` "
             "from one of these configurations"
         )
     values = _read(source, Path(name))
