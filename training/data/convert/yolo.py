@@ -80,8 +80,9 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
     missing_text = "; ".join(f"{name}: {value}" for name, value in missing.items())
     if len(missing) == len(given) or "train" in missing:
         raise DataError(
-            f"{file}: no images found for {missing_text or 'train, val or test'}; give folders, or "
-            "text files that list images, relative to the folder of this file"
+            f"{file}: no images found for {missing_text or 'train, val or test'}; give folders of "
+            "images, or text files that list images, as paths relative to the folder of the YAML "
+            "file"
         )
     if missing:
         logger.warning("%s: no images found for %s; left out this split", file, missing_text)

@@ -203,8 +203,8 @@ def _merge_categories(
         name, old = entry.get("name"), id_from(entry.get("id"))
         if not isinstance(name, str):
             raise DataError(
-                f"category {old} of the data set with the images {folder} has no name; merging "
-                "joins categories by their names"
+                f"category {old} of the data set with the images {folder} has no name; add a "
+                "name, by which categories are merged"
             )
         if old in labels:
             raise DataError(
