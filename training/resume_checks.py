@@ -85,8 +85,9 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
     for subject, value in now["data"].items():
         if value != before["data"][subject]:
             raise ConfigError(
-                f"the {subject} of {name} has changed since the run began; restore the data, or "
-                "start a new run from the checkpoint with weights=FILE output_dir=FOLDER"
+                f"the training data of {name} has changed since the run began (difference: "
+                f"{subject}); restore the data, or start a new run from the checkpoint with "
+                "weights=FILE output_dir=FOLDER"
             )
 
 

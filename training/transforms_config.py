@@ -136,5 +136,5 @@ def check_order(transforms: tuple[TransformConfig, ...]) -> None:
         if isinstance(transform, SimpleCopyPasteConfig):
             raise ValueError(
                 "SimpleCopyPaste must be the last of transforms, because the transforms before it "
-                "are applied to the other image too"
+                "also apply to the image whose objects are pasted"
             )

@@ -107,7 +107,7 @@ def test_data_may_be_moved_but_not_changed(
     content = json.loads(annotations.read_text())
     change(content)
     annotations.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=f"{subject} of .*train.json.* weights=FILE"):
+    with pytest.raises(ConfigError, match=f"train.json.*{subject}.* weights=FILE"):
         train(config, resume=True)
 
 

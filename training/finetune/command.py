@@ -85,7 +85,8 @@ def _print_plan(data: Path, prepared: "Finetuning") -> None:
     if prepared.replaced_predictors:
         own = counted(prepared.start.model_config.num_classes, "class", "classes")
         click.echo(
-            f"the weights have {own}, so these layers start from random weights: "
+            f"the weights have {own}, but the data set has {classes}, so these layers start from "
+            "random weights: "
             f"{', '.join(prepared.replaced_predictors)}"
         )
     Console(markup=False, emoji=False).print(prepared.table())

@@ -204,7 +204,7 @@ def _merge_categories(
         if not isinstance(name, str):
             raise DataError(
                 f"category {old} of the data set with the images {folder} has no name; add a "
-                "name, by which categories are merged"
+                "name, because categories are merged by name"
             )
         if old in labels:
             raise DataError(
