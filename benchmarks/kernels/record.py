@@ -21,9 +21,9 @@ _COLUMNS_NOTE = """\
 In the table of kernel times, "ms" is the median time of a kernel on the GPU. "GB/s" is the minimum
 memory traffic, inputs read once and outputs written once, divided by "ms". "of copying" is "GB/s"
 as a fraction of {copying} GB/s, the bandwidth (reads plus writes) of copying a gibibyte in the same
-run. It exceeds 100% if few RoIs leave much of the features unread. "baselines" are other
-implementations of the kernel's task with their times in ms, with * if timed on the host's clock.
-"speedup" is the time of each baseline divided by that of the kernel.
+run. "of copying" exceeds 100% if there are so few RoIs that much of the features is not read.
+"baselines" are other implementations of the kernel's task with their times in ms, with * if timed
+on the host's clock. "speedup" is the time of each baseline divided by that of the kernel.
 """
 _TIMER_NOTE = """\
 Before each timed call, a large tensor is filled on the GPU. The fill flushes the caches and keeps
@@ -122,7 +122,7 @@ def _goal_sentence(result: KernelResult, goal: KernelGoal) -> str:
         speedup = format_significant(result.speedup(baseline))
         reached += f" and is {speedup} times as fast as {baseline.name}"
     return (
-        f"`{result.kernel}`, {result.size}: {reached}; the goal, {_format_goal(goal)}, "
+        f"`{result.kernel}`, {result.size}: {reached}; the goal ({_format_goal(goal)}) "
         f"is {format_verdict(result.meets_goal)}."
     )
 
