@@ -28,9 +28,9 @@ _LOAD_NOTE = """\
 Images are {images}. Loads named "clients" are closed loops: each client sends its next image when
 the previous one is answered. Clients send unary calls or, if "streamed", share one stream per
 client process. All other loads are open loops: images are sent at a given rate, whether or not
-previous ones are answered. In loads named "poisson", images are sent at random times. The percentage
-in the name of a load is the rate relative to the highest throughput of closed-loop clients without
-streams.
+previous ones are answered. In loads named "poisson", images are sent at random times. The
+percentage in the name of a load is the rate relative to the highest throughput of closed-loop
+clients without streams.
 """
 _SPEED_NOTE = """\
 In the table of speed, "images/s" counts images whose detections arrived within the measurement. p50
