@@ -186,7 +186,7 @@ def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", im
     The drawing is the PNG file `image`.
 
     Raises:
-        QuickstartError: the detections differ.
+        QuickstartError: a request failed, or the detections differ.
     """
     from ...serving.client import DetectorClient
     from ...serving.detections import Detections
@@ -200,9 +200,15 @@ def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", im
     contents = [record.path.read_bytes() for record in dataset.records[:64]]
     with running_server(bundle) as server, DetectorClient(server.address) as client:
         outcomes = list(client.detect_many(contents))
-    predictor = Detector(bundle)
     served = [outcome for outcome in outcomes if isinstance(outcome, Detections)]
-    equal = len(served) == len(contents) and all(
+    failed = [outcome for outcome in outcomes if not isinstance(outcome, Detections)]
+    if failed:
+        raise QuickstartError(
+            f"{len(failed)} of {len(contents)} requests to the server failed, the first because: "
+            f"{failed[0]}"
+        )
+    predictor = Detector(bundle)
+    equal = all(
         _are_equal(detections, predictor.detect(content))
         for detections, content in zip(served, contents, strict=True)
     )

@@ -46,6 +46,8 @@ _MEANING_SETTINGS = (
 
 # Pixel means (0..255) that differ by less count as equal. Published means of ImageNet vary.
 _PIXEL_MEAN_TOLERANCE = 1.0
+# Backbones of the functions in `hubconf.py`.
+_HUB_BACKBONES = ("resnet50", "resnet101")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +141,14 @@ def build_model(
     checkpoint = checkpoint_from_reference(source)
     backbone = checkpoint.model_config.backbone
     if (backbone.name, backbone.features) != (name, features):
+        remedy = (
+            f"call maskrcnn_{backbone.name}_{backbone.features}() instead"
+            if backbone.name in _HUB_BACKBONES
+            else "torch.hub has no function for this backbone"
+        )
         raise WeightsError(
             f"{source} has the backbone {backbone.name} {backbone.features}, not {name} "
-            f"{features}; call maskrcnn_{backbone.name}_{backbone.features}() instead"
+            f"{features}; {remedy}"
         )
     return checkpoint.build_model()
 
