@@ -1,4 +1,4 @@
-"""Output folder of an export: checks, atomic replacement, older artifacts, sample images."""
+"""Output folder of an export: check it, replace it atomically, and keep its older artifacts."""
 
 import fcntl
 import glob

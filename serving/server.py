@@ -102,7 +102,7 @@ async def serve(
 async def detection_server(
     models: Path | Sequence[ModelSource], config: ServeConfig, reload: asyncio.Event | None = None
 ) -> AsyncIterator[str]:
-    """Serve one or more bundles within the context. On exit, finish the in-flight requests.
+    """Serve one or more bundles within the `with` block. On exit, finish the in-flight requests.
 
     The health service reports NOT_SERVING until the models are warmed up, and again after the
     context's exit. It also reports NOT_SERVING while the first model is unloaded, or has no running
@@ -183,7 +183,7 @@ def _grpc_server(
 async def _accepting(
     server: GrpcServer, http: "HttpServer | None", certificate: ServerCertificate | None
 ) -> AsyncIterator[Callable[[float], Coroutine[Any, Any, None]]]:
-    """Accept requests over gRPC and, if there is an HTTP server, over HTTP within the context.
+    """Accept requests over gRPC and, if there is an HTTP server, over HTTP within the `with` block.
 
     Yields:
         Function that rejects new requests and waits for in-flight ones. Its argument is the maximum
@@ -263,7 +263,7 @@ def _metrics_server(
     config: ServeConfig,
     certificate: ServerCertificate | None,
 ) -> Iterator[None]:
-    """Run the Prometheus endpoint within the context if `config.metrics_port` is set."""
+    """Run the Prometheus endpoint within the `with` block if `config.metrics_port` is set."""
     if config.metrics_port is None:
         yield
         return
@@ -278,7 +278,7 @@ def _metrics_server(
 
 @contextlib.asynccontextmanager
 async def _background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run coroutines as tasks within the context, and cancel them on exit."""
+    """Run coroutines as tasks within the `with` block, and cancel them on exit."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]
         try:

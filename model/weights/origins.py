@@ -92,9 +92,9 @@ def rename_tensors(
             unknown.append(name)
         elif ours in tensors and not torch.equal(tensors[ours], tensor):
             raise WeightsError(
-                f"tensor {name} has other values than another tensor of the file, although both "
-                f"become tensor {ours} of this program's model; models whose heads do not share "
-                "this tensor are not supported"
+                f"tensor {name} and an earlier tensor of the file differ, but this program's model "
+                f"has only one tensor, {ours}, for both; models whose heads do not share this "
+                "tensor are not supported"
             )
         else:
             tensors[ours] = tensor

@@ -50,7 +50,7 @@ class Credentials:
         if (self.certificate is None) != (self.key is None):
             raise ValueError("a client's certificate and its key go together; give both or none")
         if not self.tls and (self.root_certificate or self.certificate):
-            raise ValueError("certificates require TLS; omit the certificates or tls=False")
+            raise ValueError("certificates require TLS; set tls=True, or remove the certificates")
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

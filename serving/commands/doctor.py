@@ -31,7 +31,7 @@ _SHOWN_LINES: Final = 15
 
 
 class FirstRunStep(NamedTuple):
-    """One step of `doctor --tensorrt`: its commands, and the output that shows their success."""
+    """One step that `doctor --tensorrt` runs: its commands, and the output of their success."""
 
     commands: tuple[str, ...]
     # Description of the output that shows success.

@@ -240,7 +240,7 @@ class Metrics:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Count the bundle reload that runs within the context, as a failure if it raises."""
+        """Count the bundle reload that runs within the `with` block, as a failure if it raises."""
         result = "failure"
         try:
             yield

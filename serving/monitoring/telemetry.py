@@ -25,7 +25,7 @@ class Telemetry:
     def request(
         self, name: str, served: Collection[str], message_id: str, peer: str, size: int
     ) -> Iterator[list[Timing]]:
-        """Count and log the request that the current task processes within the context.
+        """Count and log the request that the current task processes within the `with` block.
 
         Use one task per request, because the request ID for log lines is stored per task.
 
@@ -76,7 +76,7 @@ class Telemetry:
 
     @contextmanager
     def image(self, model: str, precision: str) -> Iterator[Callable[[Timing], None]]:
-        """Record metrics and a trace span of the image that is processed within the context.
+        """Record metrics and a trace span of the image that is processed within the `with` block.
 
         Args:
             model: Name of the model.

@@ -30,7 +30,7 @@ class Tracer:
     """Interface of tracers. This base class records nothing."""
 
     def call(self, method: str, context: CallContext) -> AbstractContextManager[None]:
-        """Trace the gRPC call that is handled within the context.
+        """Trace the gRPC call that is handled within the `with` block.
 
         Args:
             method: Full method name, as `/package.Service/Method`.
@@ -41,7 +41,7 @@ class Tracer:
     def http_request(
         self, method: str, route: str, context: CallContext
     ) -> AbstractContextManager[Callable[[int], None]]:
-        """Trace the HTTP request that is handled within the context.
+        """Trace the HTTP request that is handled within the `with` block.
 
         Args:
             method: HTTP method.
@@ -54,7 +54,7 @@ class Tracer:
         return nullcontext(lambda status: None)
 
     def image(self) -> AbstractContextManager[Callable[[Timing], None]]:
-        """Trace the image that is processed within the context.
+        """Trace the image that is processed within the `with` block.
 
         Yields:
             Function to be called with the image's timing once the image is processed.

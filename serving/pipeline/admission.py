@@ -126,7 +126,7 @@ class AdmissionController:
     async def acquire(
         self, peer: str, slots: int = 1, *, wait: bool = False
     ) -> AsyncIterator[None]:
-        """Acquire admission slots for a request, and hold them within the context.
+        """Acquire admission slots for a request, and hold them within the `with` block.
 
         Args:
             peer: gRPC peer of the request; it identifies the client's connection.

@@ -42,7 +42,7 @@ class DecodeMemory:
 
     @asynccontextmanager
     async def reserve(self, peer: str, size: int) -> AsyncIterator[None]:
-        """Reserve memory within the context. If too little memory is free, wait for it.
+        """Reserve memory within the `with` block. If too little memory is free, wait for it.
 
         Args:
             peer: gRPC peer of the request; it identifies the client's connection.
@@ -64,7 +64,7 @@ class DecodeMemory:
             self._release(size)
 
     def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
-        """Reserve memory within the context, for an image that a `FairThreadPool` processes.
+        """Reserve memory within the `with` block, for an image that a `FairThreadPool` processes.
 
         If `size` is at most `self.small`, nothing is reserved, because this many bytes are set
         aside for each thread. The arguments and errors are the same as in `reserve`.

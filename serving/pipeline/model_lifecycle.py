@@ -61,8 +61,8 @@ class ModelLifecycle:
     async def reload(self) -> None:
         """Load the bundle again, and replace the served model once the new one is warm.
 
-        Call it within the context `running`. If the reload fails, the old model stays as it is:
-        served or unloaded.
+        Call it within the `with` block of `running`. If the reload fails, the old model stays as it
+        is: served or unloaded.
 
         Raises:
             BundleError: the bundle is missing, damaged or lacks a configured precision.
@@ -91,7 +91,7 @@ class ModelLifecycle:
     async def unload(self) -> None:
         """Reject new requests, and close the model when the in-flight requests have finished.
 
-        Call it within the context `running`. `reload` loads the bundle and serves it again.
+        Call it within the `with` block of `running`. `reload` loads the bundle and serves it again.
         """
         async with self._changing:
             self.model.is_unloaded = True

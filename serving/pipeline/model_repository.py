@@ -120,7 +120,7 @@ class ModelRepository:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Compute the batches of all models within the context."""
+        """Compute the batches of all models within the `with` block."""
         async with contextlib.AsyncExitStack() as stack:
             for pipeline in self.pipelines:
                 await stack.enter_async_context(pipeline.lifecycle.running())

@@ -162,7 +162,7 @@ class ServedModel:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Count the request that uses the model within the context, so that the model stays open.
+        """Count the request that uses the model within the `with` block, so that the model stays open.
 
         Raises:
             UnloadedError: the model is unloaded.

@@ -140,7 +140,7 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
 
 @contextlib.contextmanager
 def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterator[str]:
-    """Serve the metrics of a registry at /metrics within the context.
+    """Serve the metrics of a registry at /metrics within the `with` block.
 
     Args:
         registry: Registry of the metrics.

@@ -35,7 +35,7 @@ def annotated_png(data: bytes, detections: Detections) -> bytes:
 
     Args:
         data: Encoded image.
-        detections: Detections of that image. Only RLE masks are drawn.
+        detections: Detections of that image. Masks are drawn only if they are in RLE.
 
     Raises:
         ImageError: `data` is invalid, or the image has more pixels than `detections.height` x
@@ -57,7 +57,7 @@ def draw_detections(image: NDArray[np.uint8], detections: Detections) -> NDArray
 
     Args:
         image: [H, W, 3] RGB, after the EXIF rotation.
-        detections: Detections of that image. Only RLE masks are drawn.
+        detections: Detections of that image. Masks are drawn only if they are in RLE.
 
     Returns:
         New array [H, W, 3] uint8 RGB.

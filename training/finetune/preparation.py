@@ -1,4 +1,4 @@
-"""Prepare a fine-tuning: recognise the data set, and fit a configuration to it."""
+"""Prepare a fine-tuning: detect the layout of the data set, and fit a configuration to it."""
 
 import logging
 import shlex

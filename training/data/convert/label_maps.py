@@ -34,10 +34,12 @@ def read_label_map(path: Path, modes: Collection[str]) -> NDArray[np.int64]:
         with Image.open(path, formats=["PNG"]) as image:
             mode, pixels = image.mode, np.asarray(image)
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist; restore the original file") from None
+        raise DataError(
+            f"{path} does not exist, but the data set needs this label map; copy it from the original data set"
+        ) from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
-            f"{path} is not a readable PNG file: {error}; restore the original file"
+            f"{path} is not a readable PNG file: {error}; replace it by that of the original data set"
         ) from None
     if mode not in modes:
         raise DataError(

@@ -6,14 +6,14 @@ from ..coco.dataset import CocoDataset
 
 
 def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[str, list[str]]:
-    """Return the suspicious class names of a split, and errors that training would raise.
+    """Return suspicious class names of a split, and errors about classes that training would raise.
 
     Args:
         dataset: The split.
         train: The split for training. None: there is none.
 
     Returns:
-        Class names and error messages, by the reason for suspicion.
+        Class names or error messages, by kind of problem.
     """
     findings = {}
     if similar := similar_names(category.name for category in dataset.categories):
