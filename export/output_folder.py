@@ -19,8 +19,8 @@ from ..model.bundle.manifest import (
     Manifest,
     read_manifest,
 )
+from ..model.image_decoding import IMAGE_SUFFIXES, read_header
 from ..model.image_files import errors_of_file
-from ..model.images import IMAGE_SUFFIXES, read_header
 
 # Number of sample images in a bundle.
 _SAMPLES = 6

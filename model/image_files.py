@@ -21,10 +21,10 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from .bundle.manifest import Preprocessing
 from .bundle.spec import MAX_PIXELS
+from .image_decoding import IMAGE_SUFFIXES, decode_image, plugin_for
 from .image_limits import ImageError, check_file_size, check_size
-from .images import IMAGE_SUFFIXES, decode_image, plugin_for
 from .resizing import Pixels, resize_image, resized_size
-from .rgb_strips import TRANSPOSES
+from .upright_images import TRANSPOSES
 
 # Lower-case suffixes by which image files in a folder are recognised.
 IMAGE_FILE_SUFFIXES = IMAGE_SUFFIXES | {".bmp", ".tif", ".tiff"}

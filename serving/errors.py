@@ -1,6 +1,7 @@
 """Exceptions of the server and its clients. `grpc_status` maps them to gRPC status codes.
 
-`model.images.ImageError` and `model.bundle.manifest.BundleError` do not derive from ServingError.
+`model.image_limits.ImageError` and `model.bundle.manifest.BundleError` do not derive from
+`ServingError`.
 """
 
 from typing import TYPE_CHECKING

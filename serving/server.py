@@ -16,7 +16,7 @@ from ..protos.inference import open_inference_pb2
 from ..protos.inference.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from ..protos.maskrcnn.v1 import detector_pb2
 from .config import ServeConfig, address_of
-from .engines.worker_process import freeze_garbage_collector
+from .engines.worker_main import freeze_garbage_collector
 from .errors import ServingError
 from .front_ends.server import FrontEndServer, front_end_count
 from .host import notify_service_manager

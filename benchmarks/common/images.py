@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...model.bundle.spec import ShapeBucket
+from ...model.image_decoding import decode_image
 from ...model.image_files import errors_of_file, read_image_file
-from ...model.images import decode_image
 from ...model.plurals import counted
 from ...model.resizing import resize_image
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from ...model.images import decode_image
+from ...model.image_decoding import decode_image
 from ...model.masks import mask_from_rle, rle_from_mask
 from ...model.resizing import resize_image
 from ...serving.detections import Detections
 from ...serving.results.drawing import draw_detections
 from ...training.data.coco.dataset import CocoDataset, ImageRecord
-from ...training.data.coco.mask_targets import mask_from_segmentation
+from ...training.data.coco.segmentation_masks import mask_from_segmentation
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

@@ -10,7 +10,7 @@ import threading
 import torch
 from torch import Tensor
 
-from ..runtime.workspaces import workspace
+from ..runtime.graph_capture import workspace
 from .libraries import Library, UnsupportedError
 
 # Constants of the header files `cublasLt.h`, `cublas_api.h` and `library_types.h`.

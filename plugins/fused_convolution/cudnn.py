@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..runtime.workspaces import workspace
+from ..runtime.graph_capture import workspace
 from .libraries import Library, UnsupportedError
 
 # Constants of cuDNN's header files.

@@ -14,11 +14,11 @@ from ...model.bundle.manifest import Artifact, EngineKind, Manifest, Precision, 
 from ...model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from ...model.resizing import Pixels
 from .base import HostOutputs, ModelOutputs, black_batch, check_outputs
-from .gpu_batches import BatchRunner
 from .gpu_driver import load_driver
-from .gpu_graphs import LaunchGraphs
 from .plan_checks import check_memory, gpu_warning
-from .plans import Plan, PlanRuntime, RuntimeCache, cache_path
+from .tensorrt_batches import BatchRunner
+from .tensorrt_graphs import LaunchGraphs
+from .tensorrt_plans import Plan, PlanRuntime, RuntimeCache, cache_path
 
 _log = logging.getLogger(__name__)
 

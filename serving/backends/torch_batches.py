@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...model.bundle.program import Program
 from ...model.bundle.spec import ShapeBucket
-from ...plugins.runtime.workspaces import captured_graph
+from ...plugins.runtime.graph_capture import captured_graph
 from .base import ModelOutputs, batch_sizes, wait_until
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from ...model.bundle.manifest import Manifest, Precision
 from ...model.bundle.spec import ShapeBucket
+from ...model.image_decoding import read_header
 from ...model.image_limits import ImageError
-from ...model.images import read_header
 from ...model.resizing import Pixels
 from ..backends.base import Backend, DeviceBackend, HostOutputs, ModelOutputs
 from ..backends.loading import load_backend

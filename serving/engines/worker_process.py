@@ -1,248 +1,221 @@
-"""Main program of a worker process, and its channels to the server.
-
-The worker receives the engine's loader over its control connection. It replies with the engine's
-properties and one channel per concurrent batch.
-
-Channels pass arrays through shared memory. The sender writes a message to memory that both
-processes map, then sends the sizes of the message's parts through a pipe. The memory has no name:
-it is freed when the processes end and does not count against /dev/shm.
-"""
+"""Worker processes, which run one engine each. If one crashes or hangs, the server survives."""
 
 import contextlib
-import gc
 import logging
-import mmap
 import os
-import pickle
-import sys
-import threading
-import weakref
-from collections.abc import Sequence
+import queue
+from collections.abc import Iterable, Mapping, Sequence, Set
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, Final, Self
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-import numpy as np
+from ..child_process import ChildProcess
+from ..errors import BackendDownError, BackendError
+from ..host import CUDA_VISIBLE_DEVICES, visible_gpus
+from ..steps.base import EngineInfo, EngineLoader
+from .worker_main import Channel, run_worker
 
-from ...model.bundle.manifest import BundleError
-from ...model.image_limits import ImageError
-from ..errors import BackendError, ServingError
-from ..host import name_thread
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
-# Interval in seconds at which a thread yields the GIL. With the default of 5 ms, threads that
-# launch GPU kernels would often wait while another thread encodes responses.
-_SWITCH_S: Final = 2e-4
-
-# Alignment of the parts of a message in bytes: a cache line.
-_ALIGNMENT: Final = 64
-
-# Exceptions of connections to the server after the server has ended.
-_SERVER_GONE = (EOFError, ConnectionError)
+# Time limit in seconds for each wait in `WorkerProcess.close`. After it the process is killed.
+_CLOSE_TIMEOUT_S = 10.0
 
 
-class Channel:
-    """One end of a two-way channel between processes.
+class WorkerResources(NamedTuple):
+    """CPU cores and GPU that a worker process may use."""
 
-    Each direction holds one message, which the next message overwrites. `close`, or the deletion of
-    the last reference, closes this end.
-    """
-
-    def __init__(self, connection: Connection, outgoing: int, incoming: int) -> None:
-        """Take ownership of a connection and of two file descriptors of shared memory.
-
-        Args:
-            connection: Pipe that carries the sizes of the messages' parts.
-            outgoing: File descriptor of the memory for messages that this end sends.
-            incoming: File descriptor of the memory for messages that this end receives.
-        """
-        self._connection = connection
-        self._outgoing = _SharedMemory(outgoing)
-        self._incoming = _SharedMemory(incoming)
-
-    @classmethod
-    def pair(cls) -> tuple[Self, Self]:
-        """Create a channel and return its two ends."""
-        here, there = Pipe()
-        forth, back = (os.memfd_create("channel", os.MFD_CLOEXEC) for _ in range(2))
-        return cls(here, forth, back), cls(there, os.dup(back), os.dup(forth))
-
-    def send_to(self, connection: Connection) -> None:
-        """Send this end to a process that calls `receive_from`. Do not use this end afterwards."""
-        for handle in (
-            self._connection.fileno(),
-            self._outgoing.handle,
-            self._incoming.handle,
-        ):
-            send_handle(connection, handle, None)
-
-    @classmethod
-    def receive_from(cls, connection: Connection) -> Self:
-        """Receive a channel end that another process sends with `send_to`."""
-        handle, outgoing, incoming = (recv_handle(connection) for _ in range(3))
-        return cls(Connection(handle), outgoing, incoming)
-
-    def send(self, message: object) -> None:
-        """Send a picklable object. It overwrites this end's previous message in shared memory.
-
-        Raises:
-            OSError: one end of the channel is closed.
-        """
-        buffers: list[pickle.PickleBuffer] = []
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
-        parts = [memoryview(data), *(buffer.raw() for buffer in buffers)]
-        self._outgoing.write(parts)
-        self._connection.send([part.nbytes for part in parts])
-
-    def poll(self, timeout_s: float | None) -> bool:
-        """Return True when a message arrives or the other end closes; False after `timeout_s`.
-
-        `timeout_s` is in seconds. None: wait without a limit.
-        """
-        return self._connection.poll(timeout_s)
-
-    def receive(self, *, copy: bool) -> Any:
-        """Wait for the next message and return it.
-
-        Args:
-            copy: Whether to copy the arrays of the message. False: the arrays are views of the
-                shared memory, which the next message overwrites.
-
-        Raises:
-            EOFError: the other end is closed.
-        """
-        data, *buffers = self._incoming.read(self._connection.recv())
-        return pickle.loads(data, buffers=map(bytearray, buffers) if copy else buffers)
-
-    def close(self) -> None:
-        """Close this end. Idempotent. Arrays received without copying stay valid."""
-        self._connection.close()
-        self._outgoing.close()
-        self._incoming.close()
+    # Environment variables that select the GPU.
+    environment: Mapping[str, str]
+    # Indices of the CPU cores.
+    cores: Set[int]
+    # Index of the GPU among those that CUDA shows to the server. None: the machine has no GPU.
+    gpu: int | None = None
+    # Whether the worker exists only because the machine has several GPUs.
+    is_for_gpu: bool = False
 
 
-class _SharedMemory:
-    """Unnamed shared memory that two processes map. It grows to the size of the largest message."""
+def assign_resources(workers: int | None) -> list[WorkerResources]:
+    """Return the resources of each worker process.
 
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-        self._close_handle = weakref.finalize(self, os.close, handle)
-        self._bytes = np.empty(0, np.uint8)
-
-    def write(self, parts: Sequence[memoryview]) -> None:
-        starts, size = _layout([part.nbytes for part in parts])
-        if size > len(self._bytes):
-            os.ftruncate(self.handle, 1 << (size - 1).bit_length())
-            self._map()
-        for start, part in zip(starts, parts, strict=True):
-            # NumPy releases the GIL while it copies.
-            self._bytes[start : start + part.nbytes] = np.asarray(part)
-
-    def read(self, lengths: Sequence[int]) -> list[memoryview]:
-        """Return views of the parts of the latest message. `lengths` are their sizes in bytes."""
-        starts, size = _layout(lengths)
-        if size > len(self._bytes):
-            self._map()
-        return [
-            self._bytes[start : start + length].data
-            for start, length in zip(starts, lengths, strict=True)
-        ]
-
-    def close(self) -> None:
-        self._close_handle()
-        self.handle = -1
-        self._bytes = np.empty(0, np.uint8)
-
-    def _map(self) -> None:
-        self._bytes = np.frombuffer(mmap.mmap(self.handle, 0), np.uint8)
-
-
-def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return the aligned offset of each part of a message, and the message's total size, in bytes.
-
-    `lengths` are the sizes of the parts in bytes.
-    """
-    starts, end = [], 0
-    for length in lengths:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        starts.append(start)
-        end = start + length
-    return starts, end
-
-
-def run_worker(control_handle: int) -> None:
-    """Load and run an engine, until the server closes the engine or the server's process ends.
+    The GPUs are assigned to the workers in round-robin order, one GPU per worker, and all workers
+    share all CPU cores. Without GPUs, the CPU cores are divided among the workers.
 
     Args:
-        control_handle: File descriptor of the control connection to the server's process.
+        workers: Number of worker processes. None: one per GPU, or one if the machine has no GPU.
+
+    Raises:
+        BackendError: the GPU driver does not respond.
     """
-    sys.setswitchinterval(_SWITCH_S)
-    with contextlib.suppress(*_SERVER_GONE):
-        _run_engine(Connection(control_handle))
+    cores = sorted(os.sched_getaffinity(0))
+    gpus = visible_gpus()
+    if gpus:
+        # Workers on a GPU use little CPU time, so they share all cores.
+        return [
+            WorkerResources(
+                {CUDA_VISIBLE_DEVICES: gpus[index % len(gpus)]},
+                frozenset(cores),
+                gpu=index % len(gpus),
+                is_for_gpu=workers is None and index > 0,
+            )
+            for index in range(workers or len(gpus))
+        ]
+    count = workers or 1
+    shares = [frozenset(cores[index % len(cores) :: count]) for index in range(count)]
+    return [WorkerResources({}, share) for share in shares]
 
 
-def _run_engine(control: Connection) -> None:
-    try:
-        engine = control.recv().load()
-    except Exception as error:
-        control.send(_portable_error(error, "loading the engine failed"))
-        return
-    control.send(engine.info)
-    threads = [
-        threading.Thread(target=_serve_channel, args=(engine, _open_channel(control)))
-        for _ in range(engine.info.concurrency)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    engine.close()
+class WorkerProcess(Generic[Item, Result]):
+    """Handle of a worker process, a child process that runs one engine and computes batches."""
+
+    def __init__(
+        self,
+        loader: EngineLoader[Item, Result],
+        resources: WorkerResources,
+        hang_timeout_s: float,
+    ) -> None:
+        """Start the process, which loads the engine.
+
+        Args:
+            loader: Loader of the engine.
+            resources: CPU cores and GPU of the process.
+            hang_timeout_s: Time limit of a batch in seconds. If it is exceeded, the process is
+                killed.
+        """
+        self._loader = loader
+        self.resources = resources
+        self._hang_timeout_s = hang_timeout_s
+        # Set by `load`.
+        self.info: EngineInfo
+        # Idle channels to the process, one per concurrent batch.
+        self._channels: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._control, control = Pipe()
+        with control:
+            handle = control.fileno()
+            self._process = ChildProcess(
+                "worker process",
+                run_worker,
+                (handle,),
+                handles=[handle],
+                environment=resources.environment,
+                cores=resources.cores,
+            )
+        with contextlib.suppress(OSError):  # if the process has ended already, `load` reports that
+            self._control.send(loader)
+        # Completes when the process ends. The result is a message with its exit status or signal.
+        self.exited = self._process.exited
+        self.exited.add_done_callback(lambda _: self._close_channels())
+
+    def successor(self) -> Self:
+        """Start and return a new process with the same engine and resources.
+
+        The caller must call `load` of the new handle. The process of this handle keeps running.
+        """
+        return type(self)(self._loader, self.resources, self._hang_timeout_s)
+
+    def load(self) -> None:
+        """Wait until the process has loaded its engine.
+
+        Raises:
+            BundleError: the bundle is damaged or lacks the loader's precision.
+            BackendError: the backend does not run on this machine or with the loader's batch size,
+                or the process ended.
+        """
+        try:
+            reply = self._control.recv()
+            if isinstance(reply, Exception):
+                raise reply
+            self.info = reply
+            for _ in range(self.info.concurrency):
+                self._channels.put(Channel.receive_from(self._control))
+            self._control.close()
+        except (EOFError, OSError):
+            raise BackendError(
+                f"loading the model failed: {self.exited.result()}; see the log for the reason"
+            ) from None
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether the worker is superfluous: started for an additional GPU, but using the CPU."""
+        return self.resources.is_for_gpu and self.info.device == "cpu"
+
+    def warm_up(self, max_batch: int) -> None:
+        """Warm up the engine, without a time limit.
+
+        Raises:
+            BackendError: the engine fails, or the process ends.
+        """
+        self._call("warm_up", max_batch, timeout_s=None)
+
+    def compute(self, items: Sequence[Item]) -> Sequence[Result]:
+        """Return one result per item of a batch. All items have the same input size.
+
+        Raises:
+            BackendDownError: the process ended, or was killed after `hang_timeout_s`.
+            BackendError: the engine failed on the batch.
+        """
+        results: Sequence[Result] = self._call("compute", items, timeout_s=self._hang_timeout_s)
+        return results
+
+    def close(self) -> None:
+        """Wait for in-flight batches, close the engine and end the process. Call `load` first.
+
+        If a batch or the end of the process takes longer than 10 s, the process is killed.
+        """
+        with contextlib.suppress(queue.Empty, OSError):  # TimeoutError is an OSError
+            for _ in range(self.info.concurrency):
+                self._channels.get(timeout=_CLOSE_TIMEOUT_S).send(None)
+            self.exited.result(_CLOSE_TIMEOUT_S)
+        self.kill()
+        self.exited.result()
+
+    def kill(self) -> None:
+        """Kill the process. Methods of this handle that wait for it raise BackendError."""
+        self._process.kill()
+
+    def _call(self, method: str, argument: Any, *, timeout_s: float | None) -> Any:
+        channel = self._channels.get()
+        try:
+            channel.send((method, argument))
+            if not channel.poll(timeout_s):
+                _log.error(
+                    "killing worker process %d: a batch takes longer than hang_timeout_s (%g s)",
+                    self._process.pid,
+                    timeout_s,
+                )
+                self.kill()
+                raise EOFError
+            reply = channel.receive(copy=True)
+        except (EOFError, OSError):
+            raise BackendDownError(
+                "the worker process that computed the batch ended; try again later"
+            ) from None
+        finally:
+            self._channels.put(channel)
+            if self.exited.done():
+                self._close_channels()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def _close_channels(self) -> None:
+        # Frees the channels' shared memory even if a logged exception keeps this object alive.
+        with contextlib.suppress(queue.Empty):  # other threads take channels too
+            for _ in range(self._channels.qsize()):
+                channel = self._channels.get_nowait()
+                channel.close()
+                self._channels.put(channel)
 
 
-def _open_channel(control: Connection) -> Channel:
-    here, there = Channel.pair()
-    there.send_to(control)
-    return here
-
-
-def _serve_channel(engine: Any, channel: Channel) -> None:
-    """Run the engine methods that the server calls through a channel, until None arrives.
-
-    A call arrives as a tuple (method name, *arguments). The result or the exception is sent back.
-    """
-    name_thread("batch")
-    with contextlib.suppress(*_SERVER_GONE):
-        while (call := channel.receive(copy=False)) is not None:
-            method, *arguments = call
-            try:
-                reply = getattr(engine, method)(*arguments)
-                if method == "warm_up":
-                    freeze_garbage_collector()
-            except BaseException as error:  # also SystemExit: the server waits for a reply
-                reply = _portable_error(error, "a batch failed")
-            channel.send(reply)
-
-
-def _portable_error(error: BaseException, context: str) -> Exception:
-    """Return `error` if the server expects errors of this type. Otherwise return a BackendError.
-
-    In that case `error` is logged. The server can always unpickle the BackendError, whose message
-    begins with `context`.
-    """
-    if isinstance(error, (BundleError, ImageError, ServingError)):
-        return error
-    _log.error("%s", context, exc_info=error)
-    return BackendError(f"{context} with {type(error).__name__}: {error}")
-
-
-def freeze_garbage_collector() -> None:
-    """Exclude all present objects from future garbage collections.
-
-    Call it once a process has loaded its modules and models.
-    """
-    # Each full collection would scan these objects in vain. In a process with torch that takes
-    # 0.1 s or more, during which no other thread runs.
-    gc.collect()
-    gc.freeze()
+def start_workers(
+    loader: EngineLoader[Item, Result], resources: Iterable[WorkerResources], hang_timeout_s: float
+) -> list[WorkerProcess[Item, Result]]:
+    """Start one `WorkerProcess` per entry of `resources`. If one cannot be started, kill all."""
+    with contextlib.ExitStack() as started:
+        processes = []
+        for share in resources:
+            processes.append(WorkerProcess(loader, share, hang_timeout_s))
+            started.callback(processes[-1].kill)
+        started.pop_all()
+    return processes

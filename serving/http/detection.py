@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...model.bundle.manifest import SAMPLES_FOLDER
-from ...model.images import IMAGE_SUFFIXES
+from ...model.image_decoding import IMAGE_SUFFIXES
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import Detections, TimedResponse, Timing
 from ..errors import InvalidRequestError

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ...model.bundle.manifest import BundleError
 from ...model.bundle.spec import ShapeBucket
-from ..engines.worker_pool import WorkerProcess
+from ..engines.worker_process import WorkerProcess
 from ..errors import BackendDownError, ServingError
 from ..host import name_thread
 from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions

@@ -18,7 +18,7 @@ from ...model.bundle.manifest import (
 from ..backends.loading import served_precision
 from ..config import ServeConfig
 from ..engines.bundle_engine import BundleLoader
-from ..engines.worker_pool import WorkerProcess, assign_resources, start_workers
+from ..engines.worker_process import WorkerProcess, assign_resources, start_workers
 from ..errors import InvalidRequestError, UnloadedError
 from ..steps.base import EngineItem, EngineResult
 from .batching import Batcher
@@ -162,7 +162,7 @@ class ServedModel:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Count the request that uses the model within the `with` block, so that the model stays open.
+        """Count a request that uses the model within the `with` block, so that it stays open.
 
         Raises:
             UnloadedError: the model is unloaded.

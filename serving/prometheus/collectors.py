@@ -274,7 +274,7 @@ def _open_nvml() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _skip_errors(subject: str) -> Iterator[None]:
-    """Suppress driver errors within the `with` block, because many GPUs do not report all values."""
+    """Suppress driver errors in the `with` block, because many GPUs do not report all values."""
     try:
         yield
     except (pynvml.NVMLError, BackendError) as error:

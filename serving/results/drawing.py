@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from ...model.images import decode_image
+from ...model.image_decoding import decode_image
 from ...model.masks import mask_columns, run_ends
 from ..detections import Detections
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ...model.bundle.manifest import Manifest
 from ...model.bundle.spec import ShapeBucket
+from ...model.image_decoding import decoding_memory, is_jpeg
 from ...model.image_limits import ImageError
-from ...model.images import decoding_memory, is_jpeg
 from ...model.resizing import Pixels, pixel_dtype
 from ..backends.base import Backend, HostOutputs
 from ..detections import DetectionOptions, Detections, ResponseEncoder, TimedResponse, Timing

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ...model.bundle.manifest import Preprocessing
 from ...model.bundle.spec import ResizeRule, ShapeBucket
+from ...model.image_decoding import ImageHeader, decode_image, read_header
 from ...model.image_limits import check_size
-from ...model.images import ImageHeader, decode_image, read_header
 from ...model.resizing import Pixels, pixel_dtype, resize_image, resized_size, smallest_bucket
 
 # First version of the pickle protocol with out-of-band buffers.

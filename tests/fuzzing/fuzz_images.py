@@ -19,8 +19,8 @@ from PIL import Image
 with atheris.instrument_imports(include=["PIL", "maskrcnn_trt"]):
     from maskrcnn_trt.model.bundle.manifest import Preprocessing
     from maskrcnn_trt.model.bundle.spec import ShapeBucket
+    from maskrcnn_trt.model.image_decoding import decode_image, read_header
     from maskrcnn_trt.model.image_limits import ImageError
-    from maskrcnn_trt.model.images import decode_image, read_header
     from maskrcnn_trt.serving.steps.preprocessing import plan_image, prepare_image
 
 _MAX_PIXELS = 1 << 18

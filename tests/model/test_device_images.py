@@ -17,8 +17,8 @@ from maskrcnn_trt.model.device_images import (
     resize_pixels,
     tensor_from_bytes,
 )
+from maskrcnn_trt.model.image_decoding import decode_image, read_header
 from maskrcnn_trt.model.image_limits import ImageError
-from maskrcnn_trt.model.images import decode_image, read_header
 from maskrcnn_trt.model.resizing import resize_image
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from maskrcnn_trt.model.images import decode_image
+from maskrcnn_trt.model.image_decoding import decode_image
 
 _MIB = 1 << 20
 
@@ -135,7 +135,7 @@ READ: dict[str, Callable[[], bytes]] = {
 LIMITED = """
 import json, pickle, resource, sys
 from maskrcnn_trt.model.image_limits import ImageError
-from maskrcnn_trt.model.images import decode_image, read_header
+from maskrcnn_trt.model.image_decoding import decode_image, read_header
 
 resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))

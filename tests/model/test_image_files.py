@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.ExifTags import Base
 
+from maskrcnn_trt.model.image_decoding import decode_image
 from maskrcnn_trt.model.image_files import read_image_file
 from maskrcnn_trt.model.image_limits import MAX_FILE_BYTES, ImageError
-from maskrcnn_trt.model.images import decode_image
 from maskrcnn_trt.training.data.image_sizes import read_header_size
 
 HEIGHT, WIDTH = 12, 20

@@ -32,7 +32,7 @@ WITH_EXTRAS = {
 
 MODULES = [
     "maskrcnn_trt.serving",
-    "maskrcnn_trt.model.images",
+    "maskrcnn_trt.model.image_decoding",
     "maskrcnn_trt.model.masks",
     *(
         module.name
@@ -59,7 +59,7 @@ def test_command_line_imports_neither_grpc_nor_pillow() -> None:
 
 
 def test_worker_processes_do_not_import_grpc() -> None:
-    names = "worker_process", "bundle_engine"
+    names = "worker_main", "bundle_engine"
     assert "grpc" not in loaded_by(*(f"maskrcnn_trt.serving.engines.{name}" for name in names))
 
 

@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 from pycocotools import mask as coco_mask
 
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
-from maskrcnn_trt.training.data.coco.mask_targets import mask_from_segmentation
+from maskrcnn_trt.training.data.coco.segmentation_masks import mask_from_segmentation
 
 # In alphabetical order, as LabelMe files do not define one.
 NAMES = ("bolt", "gear", "nut", "washer")

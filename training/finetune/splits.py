@@ -8,7 +8,7 @@ from ..config import DatasetConfig
 from ..data.coco.dataset import DataError, SourceContent
 from ..data.convert.conversion import write_coco_file
 from ..data.convert.layouts import DataLayout, LayoutSplit
-from ..data.edit.content import split_content
+from ..data.edit.split_merge_filter import split_content
 
 # Share of the training images that is held out if there is no validation split.
 _HELD_OUT = 0.1

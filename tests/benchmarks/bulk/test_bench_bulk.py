@@ -15,7 +15,7 @@ from maskrcnn_trt.benchmarks.common.images import noise_jpeg, photo_like_jpegs
 from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.model.bundle.manifest import read_manifest, write_manifest
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
-from maskrcnn_trt.model.images import decode_image, read_header
+from maskrcnn_trt.model.image_decoding import decode_image, read_header
 
 
 def make_result(batch: int, rate: float, device: str = "cuda") -> BulkResult:

@@ -1,6 +1,6 @@
 """Host code of the TensorRT backend on a GPU, with engines that copy inputs to outputs.
 
-`test_gpu_batches.py` runs these tests with a stub of CUDA's driver as well.
+`test_tensorrt_batches.py` runs these tests with a stub of CUDA's driver as well.
 """
 
 import sys

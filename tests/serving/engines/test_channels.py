@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
-from maskrcnn_trt.model.images import ImageHeader
-from maskrcnn_trt.serving.engines.worker_process import Channel
+from maskrcnn_trt.model.image_decoding import ImageHeader
+from maskrcnn_trt.serving.engines.worker_main import Channel
 from maskrcnn_trt.serving.steps.preprocessing import PlannedImage
 
 Ends = tuple[Channel, Channel]

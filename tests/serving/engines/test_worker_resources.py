@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from driver_stubs import needs_compiler, stubbed_driver
 
-from maskrcnn_trt.serving.engines.worker_pool import assign_resources
+from maskrcnn_trt.serving.engines.worker_process import assign_resources
 
 CORES = set(os.sched_getaffinity(0))
 

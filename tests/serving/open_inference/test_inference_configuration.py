@@ -12,7 +12,7 @@ from triton_requests import MODEL
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup, ModelQueuePolicy
 
-from maskrcnn_trt.serving.engines.worker_pool import WorkerResources
+from maskrcnn_trt.serving.engines.worker_process import WorkerResources
 from maskrcnn_trt.serving.pipeline import served_model
 
 

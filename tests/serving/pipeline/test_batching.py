@@ -14,7 +14,11 @@ from maskrcnn_trt.model.bundle.manifest import read_manifest
 from maskrcnn_trt.serving.backends.base import Backend, HostOutputs
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
-from maskrcnn_trt.serving.engines.worker_pool import WorkerProcess, assign_resources, start_workers
+from maskrcnn_trt.serving.engines.worker_process import (
+    WorkerProcess,
+    assign_resources,
+    start_workers,
+)
 from maskrcnn_trt.serving.pipeline import batching
 from maskrcnn_trt.serving.pipeline.batching import Batcher
 from maskrcnn_trt.serving.pipeline.scheduling import BatchPolicy

@@ -21,7 +21,7 @@ from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 from maskrcnn_trt.model.masks import rle_from_mask
 from maskrcnn_trt.training.config import DataConfig, DatasetConfig, TrainConfig
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
-from maskrcnn_trt.training.data.coco.mask_targets import mask_from_segmentation
+from maskrcnn_trt.training.data.coco.segmentation_masks import mask_from_segmentation
 from maskrcnn_trt.training.data.loading.loader import eval_loader
 from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_dataset
 from maskrcnn_trt.training.distributed import Worker

@@ -8,7 +8,7 @@ from pycocotools.coco import COCO
 
 from maskrcnn_trt.training.data.coco.dataset import DataError
 from maskrcnn_trt.training.data.convert.layouts import DataLayout, LayoutSplit
-from maskrcnn_trt.training.data.edit.content import split_content
+from maskrcnn_trt.training.data.edit.split_merge_filter import split_content
 from maskrcnn_trt.training.finetune.splits import choose_splits
 
 

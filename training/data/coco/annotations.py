@@ -9,8 +9,8 @@ import numpy as np
 from pycocotools import mask as coco_mask
 
 from ....model.masks import Rle, coco_from_rle, mask_from_rle
-from .mask_targets import Region, Ring, Segmentation, mask_from_segmentation
 from .numbers import id_from, integer_from
+from .segmentation_masks import Region, Ring, Segmentation, mask_from_segmentation
 
 # Upper limit of valid coordinates, in multiples of the image's longer side. The memory and time
 # that pycocotools needs for a polygon are proportional to its extent.

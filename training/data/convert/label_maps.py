@@ -35,11 +35,13 @@ def read_label_map(path: Path, modes: Collection[str]) -> NDArray[np.int64]:
             mode, pixels = image.mode, np.asarray(image)
     except FileNotFoundError:
         raise DataError(
-            f"{path} does not exist, but the data set needs this label map; copy it from the original data set"
+            f"{path} does not exist, but the data set needs this label map; copy it from the "
+            "original data set"
         ) from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
-            f"{path} is not a readable PNG file: {error}; replace it by that of the original data set"
+            f"{path} is not a readable PNG file: {error}; replace it by that of the original data "
+            "set"
         ) from None
     if mode not in modes:
         raise DataError(

@@ -11,8 +11,8 @@ from typing import Any
 
 from ....model.download.checksums import Checksum
 from ....model.download.progress import ByteProgress, no_progress
+from ....model.image_decoding import decode_image
 from ....model.image_limits import ImageError
-from ....model.images import decode_image
 from ....model.plurals import counted
 from ..coco.dataset import DataError
 from .coco_archives import CocoArchive, Edition, Part, annotations_in

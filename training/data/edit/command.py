@@ -47,7 +47,7 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
     from ....model.plurals import counted
     from ..coco.dataset import SourceContent, read_coco_file
     from ..convert.conversion import prepare_files, write_coco_file
-    from .content import split_content
+    from .split_merge_filter import split_content
 
     whole = read_coco_file(file)
     parts = split_content(whole, shares)
@@ -97,7 +97,7 @@ def merge(
     from ..coco.categories import similar_names
     from ..coco.dataset import read_coco_file, summary_of
     from ..convert.conversion import write_coco_file
-    from .content import merge_contents, repeated_classes
+    from .split_merge_filter import merge_contents, repeated_classes
 
     _prepare(out, overwrite)
     contents = [read_coco_file(file) for file in annotations]
@@ -140,7 +140,7 @@ def filter_(
 
     from ..coco.dataset import SourceContent, read_coco_file
     from ..convert.conversion import write_coco_file
-    from .content import filter_content
+    from .split_merge_filter import filter_content
 
     _prepare(out, overwrite)
     names = None if classes is None else [name.strip() for name in classes.split(",")]

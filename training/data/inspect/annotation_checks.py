@@ -12,7 +12,7 @@ from pycocotools import mask as coco_mask
 from ....model.masks import Rle
 from ..coco.annotations import Instance
 from ..coco.dataset import ImageRecord
-from ..coco.mask_targets import Ring, Segmentation
+from ..coco.segmentation_masks import Ring, Segmentation
 
 # Images that are checked at once: many for numpy's speed, but not all, to limit memory.
 _CHUNK_IMAGES = 4096

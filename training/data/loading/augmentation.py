@@ -22,7 +22,7 @@ from ...transforms_config import (
     SimpleCopyPasteConfig,
     TransformConfig,
 )
-from ..coco.mask_targets import resized_mask
+from ..coco.segmentation_masks import resized_mask
 from .batches import Sample
 from .encoded_images import EncodedImage
 

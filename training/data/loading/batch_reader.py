@@ -9,14 +9,14 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from ....model.image_decoding import decode_image
 from ....model.image_files import read_image_file
 from ....model.image_limits import ImageError
-from ....model.images import decode_image
 from ....model.resizing import Pixels, resize_image, resized_size, smallest_bucket
 from ...config import DataConfig
 from ..coco.annotations import Instance
 from ..coco.dataset import CocoDataset, DataError, ImageRecord
-from ..coco.mask_targets import Region, mask_from_segmentation
+from ..coco.segmentation_masks import Region, mask_from_segmentation
 from .augmentation import Augmentation, paste_objects, random_numbers, with_cropped_masks
 from .batches import Batch, EncodedBatch, Sample, batch_from_samples
 from .encoded_images import EncodedImage, encoded_image

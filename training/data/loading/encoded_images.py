@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ....model.bundle.spec import ResizeRule
 from ....model.device_images import decode_jpegs, resize_pixels, tensor_from_bytes
+from ....model.image_decoding import read_header
 from ....model.image_limits import ImageError
-from ....model.images import read_header
 from ..coco.dataset import DataError, ImageRecord
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ....model.masks import Rle
 from ..coco.annotations import Instance
 from ..coco.dataset import ImageRecord
-from ..coco.mask_targets import Segmentation
+from ..coco.segmentation_masks import Segmentation
 
 
 class PackedRecords(Sequence[ImageRecord]):

@@ -9,7 +9,7 @@ from pycocotools.coco import COCO
 from maskrcnn_trt.model.bundle.manifest import Category
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
-from maskrcnn_trt.training.data.coco.mask_targets import mask_from_segmentation
+from maskrcnn_trt.training.data.coco.segmentation_masks import mask_from_segmentation
 
 
 def test_index_holds_what_the_file_says(tmp_path: Path) -> None:

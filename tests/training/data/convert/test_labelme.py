@@ -13,7 +13,7 @@ from maskrcnn_trt.model.bundle.manifest import Category
 from maskrcnn_trt.training.config import ConfigError
 from maskrcnn_trt.training.data.coco.categories import check_categories
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
-from maskrcnn_trt.training.data.coco.mask_targets import mask_from_segmentation
+from maskrcnn_trt.training.data.coco.segmentation_masks import mask_from_segmentation
 from maskrcnn_trt.training.data.convert.layouts import recognize_layout
 
 

@@ -15,7 +15,7 @@ from torchvision.ops import roi_align
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.coco.annotations import Instance, coco_from_segmentation
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, ImageRecord
-from maskrcnn_trt.training.data.coco.mask_targets import mask_from_segmentation
+from maskrcnn_trt.training.data.coco.segmentation_masks import mask_from_segmentation
 from maskrcnn_trt.training.data.loading.batches import Batch
 from maskrcnn_trt.training.data.loading.loader import train_loader
 

@@ -8,9 +8,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskrcnn_trt.model import rgb_strips
+from maskrcnn_trt.model import upright_images
+from maskrcnn_trt.model.image_decoding import ImageHeader, decode_image, read_header
 from maskrcnn_trt.model.image_limits import ImageError
-from maskrcnn_trt.model.images import ImageHeader, decode_image, read_header
 from maskrcnn_trt.model.jpeg_headers import size_of_usual_jpeg
 
 
@@ -88,7 +88,7 @@ def test_exif_orientation_turns_the_image_upright(
     orientation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Strips of seven rows; the last has three.
-    monkeypatch.setattr(rgb_strips, "_STRIP_PIXELS", 7 * 40)
+    monkeypatch.setattr(upright_images, "_STRIP_PIXELS", 7 * 40)
     upright = {
         1: lambda a: a,
         2: np.fliplr,

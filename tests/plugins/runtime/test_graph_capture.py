@@ -5,7 +5,7 @@ import torch
 from cuda.bindings import driver
 
 from maskrcnn_trt.plugins.fused_convolution import cudnn_convolution, gemm_convolution
-from maskrcnn_trt.plugins.runtime.workspaces import captured_graph, workspace
+from maskrcnn_trt.plugins.runtime.graph_capture import captured_graph, workspace
 
 DEVICE = torch.device("cuda", 0)
 

@@ -9,12 +9,12 @@ from tensorrt_stubs import load_tensorrt, missing_names
 
 import maskrcnn_trt.serving.backends
 from maskrcnn_trt.model.bundle.manifest import BatchProfile
-from maskrcnn_trt.serving.backends.plans import PlanRuntime, batch_profiles, cache_path
+from maskrcnn_trt.serving.backends.tensorrt_plans import PlanRuntime, batch_profiles, cache_path
 from maskrcnn_trt.serving.errors import BackendError
 
 FOLDER = Path(maskrcnn_trt.serving.backends.__path__[0])
 
-# Class in TensorRT of each variable and attribute in plans.py.
+# Class in TensorRT of each variable and attribute in tensorrt_plans.py.
 CLASSES = {
     "_loader": "Runtime",
     "engine": "ICudaEngine",
@@ -49,8 +49,8 @@ def test_all_names_exist_in_tensorrt_and_in_tensorrt_rtx() -> None:
         (load_tensorrt(), "RuntimeCache"),
         (importlib.import_module("tensorrt_rtx"), None),
     ):
-        assert missing_names(FOLDER / "plans.py", "trt", trt) == []
-        assert missing_members(FOLDER / "plans.py", trt, skip) == []
+        assert missing_names(FOLDER / "tensorrt_plans.py", "trt", trt) == []
+        assert missing_members(FOLDER / "tensorrt_plans.py", trt, skip) == []
 
 
 def test_fake_engines_have_the_members_of_real_ones() -> None:
@@ -65,7 +65,7 @@ def test_fake_engines_have_the_members_of_real_ones() -> None:
 
 
 def test_missing_members_are_reported(tmp_path: Path) -> None:
-    path = tmp_path / "plans.py"
+    path = tmp_path / "tensorrt_plans.py"
     path.write_text("context.execute_async_v2(0)\nself._engine.get_tensor_name(1)\n")
     trt = importlib.import_module("tensorrt_rtx")
     assert missing_members(path, trt) == ["IExecutionContext.execute_async_v2"]

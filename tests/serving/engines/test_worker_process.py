@@ -15,7 +15,7 @@ from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
 from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
-from maskrcnn_trt.serving.engines.worker_pool import (
+from maskrcnn_trt.serving.engines.worker_process import (
     WorkerProcess,
     WorkerResources,
     assign_resources,

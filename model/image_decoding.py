@@ -26,7 +26,7 @@ from .image_limits import (
     find_first_scan,
 )
 from .jpeg_headers import size_of_usual_jpeg
-from .rgb_strips import upright_rgb
+from .upright_images import upright_rgb
 
 # Lower-case suffixes by which images in a folder are recognised.
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})

@@ -16,8 +16,8 @@ from driver_stubs import needs_compiler, stubbed_driver
 from numpy.typing import NDArray
 
 from maskrcnn_trt.serving.backends.base import TensorSpec, wait_until
-from maskrcnn_trt.serving.backends.gpu_batches import BatchRunner
 from maskrcnn_trt.serving.backends.gpu_driver import GpuDriver
+from maskrcnn_trt.serving.backends.tensorrt_batches import BatchRunner
 
 cuda = pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
 

@@ -1,0 +1,248 @@
+"""Main program of a worker process, and its channels to the server.
+
+The worker receives the engine's loader over its control connection. It replies with the engine's
+properties and one channel per concurrent batch.
+
+Channels pass arrays through shared memory. The sender writes a message to memory that both
+processes map, then sends the sizes of the message's parts through a pipe. The memory has no name:
+it is freed when the processes end and does not count against /dev/shm.
+"""
+
+import contextlib
+import gc
+import logging
+import mmap
+import os
+import pickle
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, Final, Self
+
+import numpy as np
+
+from ...model.bundle.manifest import BundleError
+from ...model.image_limits import ImageError
+from ..errors import BackendError, ServingError
+from ..host import name_thread
+
+_log = logging.getLogger(__name__)
+
+# Interval in seconds at which a thread yields the GIL. With the default of 5 ms, threads that
+# launch GPU kernels would often wait while another thread encodes responses.
+_SWITCH_S: Final = 2e-4
+
+# Alignment of the parts of a message in bytes: a cache line.
+_ALIGNMENT: Final = 64
+
+# Exceptions of connections to the server after the server has ended.
+_SERVER_GONE = (EOFError, ConnectionError)
+
+
+class Channel:
+    """One end of a two-way channel between processes.
+
+    Each direction holds one message, which the next message overwrites. `close`, or the deletion of
+    the last reference, closes this end.
+    """
+
+    def __init__(self, connection: Connection, outgoing: int, incoming: int) -> None:
+        """Take ownership of a connection and of two file descriptors of shared memory.
+
+        Args:
+            connection: Pipe that carries the sizes of the messages' parts.
+            outgoing: File descriptor of the memory for messages that this end sends.
+            incoming: File descriptor of the memory for messages that this end receives.
+        """
+        self._connection = connection
+        self._outgoing = _SharedMemory(outgoing)
+        self._incoming = _SharedMemory(incoming)
+
+    @classmethod
+    def pair(cls) -> tuple[Self, Self]:
+        """Create a channel and return its two ends."""
+        here, there = Pipe()
+        forth, back = (os.memfd_create("channel", os.MFD_CLOEXEC) for _ in range(2))
+        return cls(here, forth, back), cls(there, os.dup(back), os.dup(forth))
+
+    def send_to(self, connection: Connection) -> None:
+        """Send this end to a process that calls `receive_from`. Do not use this end afterwards."""
+        for handle in (
+            self._connection.fileno(),
+            self._outgoing.handle,
+            self._incoming.handle,
+        ):
+            send_handle(connection, handle, None)
+
+    @classmethod
+    def receive_from(cls, connection: Connection) -> Self:
+        """Receive a channel end that another process sends with `send_to`."""
+        handle, outgoing, incoming = (recv_handle(connection) for _ in range(3))
+        return cls(Connection(handle), outgoing, incoming)
+
+    def send(self, message: object) -> None:
+        """Send a picklable object. It overwrites this end's previous message in shared memory.
+
+        Raises:
+            OSError: one end of the channel is closed.
+        """
+        buffers: list[pickle.PickleBuffer] = []
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
+        parts = [memoryview(data), *(buffer.raw() for buffer in buffers)]
+        self._outgoing.write(parts)
+        self._connection.send([part.nbytes for part in parts])
+
+    def poll(self, timeout_s: float | None) -> bool:
+        """Return True when a message arrives or the other end closes; False after `timeout_s`.
+
+        `timeout_s` is in seconds. None: wait without a limit.
+        """
+        return self._connection.poll(timeout_s)
+
+    def receive(self, *, copy: bool) -> Any:
+        """Wait for the next message and return it.
+
+        Args:
+            copy: Whether to copy the arrays of the message. False: the arrays are views of the
+                shared memory, which the next message overwrites.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        data, *buffers = self._incoming.read(self._connection.recv())
+        return pickle.loads(data, buffers=map(bytearray, buffers) if copy else buffers)
+
+    def close(self) -> None:
+        """Close this end. Idempotent. Arrays received without copying stay valid."""
+        self._connection.close()
+        self._outgoing.close()
+        self._incoming.close()
+
+
+class _SharedMemory:
+    """Unnamed shared memory that two processes map. It grows to the size of the largest message."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self._close_handle = weakref.finalize(self, os.close, handle)
+        self._bytes = np.empty(0, np.uint8)
+
+    def write(self, parts: Sequence[memoryview]) -> None:
+        starts, size = _layout([part.nbytes for part in parts])
+        if size > len(self._bytes):
+            os.ftruncate(self.handle, 1 << (size - 1).bit_length())
+            self._map()
+        for start, part in zip(starts, parts, strict=True):
+            # NumPy releases the GIL while it copies.
+            self._bytes[start : start + part.nbytes] = np.asarray(part)
+
+    def read(self, lengths: Sequence[int]) -> list[memoryview]:
+        """Return views of the parts of the latest message. `lengths` are their sizes in bytes."""
+        starts, size = _layout(lengths)
+        if size > len(self._bytes):
+            self._map()
+        return [
+            self._bytes[start : start + length].data
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+
+    def close(self) -> None:
+        self._close_handle()
+        self.handle = -1
+        self._bytes = np.empty(0, np.uint8)
+
+    def _map(self) -> None:
+        self._bytes = np.frombuffer(mmap.mmap(self.handle, 0), np.uint8)
+
+
+def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Return the aligned offset of each part of a message, and the message's total size, in bytes.
+
+    `lengths` are the sizes of the parts in bytes.
+    """
+    starts, end = [], 0
+    for length in lengths:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        end = start + length
+    return starts, end
+
+
+def run_worker(control_handle: int) -> None:
+    """Load and run an engine, until the server closes the engine or the server's process ends.
+
+    Args:
+        control_handle: File descriptor of the control connection to the server's process.
+    """
+    sys.setswitchinterval(_SWITCH_S)
+    with contextlib.suppress(*_SERVER_GONE):
+        _run_engine(Connection(control_handle))
+
+
+def _run_engine(control: Connection) -> None:
+    try:
+        engine = control.recv().load()
+    except Exception as error:
+        control.send(_portable_error(error, "loading the engine failed"))
+        return
+    control.send(engine.info)
+    threads = [
+        threading.Thread(target=_serve_channel, args=(engine, _open_channel(control)))
+        for _ in range(engine.info.concurrency)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engine.close()
+
+
+def _open_channel(control: Connection) -> Channel:
+    here, there = Channel.pair()
+    there.send_to(control)
+    return here
+
+
+def _serve_channel(engine: Any, channel: Channel) -> None:
+    """Run the engine methods that the server calls through a channel, until None arrives.
+
+    A call arrives as a tuple (method name, *arguments). The result or the exception is sent back.
+    """
+    name_thread("batch")
+    with contextlib.suppress(*_SERVER_GONE):
+        while (call := channel.receive(copy=False)) is not None:
+            method, *arguments = call
+            try:
+                reply = getattr(engine, method)(*arguments)
+                if method == "warm_up":
+                    freeze_garbage_collector()
+            except BaseException as error:  # also SystemExit: the server waits for a reply
+                reply = _portable_error(error, "a batch failed")
+            channel.send(reply)
+
+
+def _portable_error(error: BaseException, context: str) -> Exception:
+    """Return `error` if the server expects errors of this type. Otherwise return a BackendError.
+
+    In that case `error` is logged. The server can always unpickle the BackendError, whose message
+    begins with `context`.
+    """
+    if isinstance(error, (BundleError, ImageError, ServingError)):
+        return error
+    _log.error("%s", context, exc_info=error)
+    return BackendError(f"{context} with {type(error).__name__}: {error}")
+
+
+def freeze_garbage_collector() -> None:
+    """Exclude all present objects from future garbage collections.
+
+    Call it once a process has loaded its modules and models.
+    """
+    # Each full collection would scan these objects in vain. In a process with torch that takes
+    # 0.1 s or more, during which no other thread runs.
+    gc.collect()
+    gc.freeze()
