@@ -14,29 +14,31 @@ _GOAL = 0.7
 
 _IMAGES_NOTE = """\
 Images are {images}. All images of a batch have the same input size of the model. All steps run
-concurrently, each on a different batch, and the clock starts when all steps are busy.
+concurrently, each on a different batch, and the clock starts when all steps are busy. The table of
+throughput has these columns:
 """
-_THROUGHPUT_NOTE = """\
-In the table of throughput, "images/s" is measured from files in host memory to detections with COCO
-RLE masks in host memory. "engine" is the throughput of the model step alone, also in images/s, with
-batches of the same size queued back to back. "share" is "images/s" divided by "engine". "boxes" is
-the mean number of detections per image, each with a mask to encode.
-"""
+_THROUGHPUT_MEANINGS = {
+    "images/s": "throughput from files in host memory to detections with COCO RLE masks in host "
+    "memory",
+    "engine": "throughput in images/s of the model step alone, with batches queued back to back",
+    "share": '"images/s" divided by "engine"',
+    "boxes": "mean number of detections per image, each with a mask to encode",
+}
 _STEPS_NOTE = """\
-In the table of steps, each processing step of a batch is measured alone, until its work is
-complete. In bulk prediction the steps run concurrently, so the sum of the step times exceeds the
-time per batch.
+For the table of steps, each step was measured alone. In bulk prediction the steps run concurrently,
+so the sum of the step times exceeds the time per batch. Steps besides the model are:
 """
-_GPU_STEPS_NOTE = """\
-On a GPU, bulk prediction has these steps besides the model: "read" decodes on the CPU the images
-that the GPU decoder does not support. "decode" decodes the other images on the GPU. "pad" resizes
-and pads. "paste" scales the boxes, pastes the masks, encodes them as COCO RLE and copies the result
-to the host. "select" selects the requested outputs.
-"""
-_CPU_STEPS_NOTE = """\
-On a CPU, bulk prediction has two steps besides the model: "decode" decodes, resizes and pads on one
-core, and "encode" is all work after the model.
-"""
+_GPU_STEP_MEANINGS = {
+    "read": "decoding on the CPU, for images that the GPU decoder does not support",
+    "decode": "decoding of all other images on the GPU",
+    "pad": "resizing and padding",
+    "paste": "scaling of boxes, pasting of masks, COCO RLE encoding, and copy to the host",
+    "select": "selection of the requested outputs",
+}
+_CPU_STEP_MEANINGS = {
+    "decode": "decoding, resizing and padding on one core",
+    "encode": "all work after the model",
+}
 
 
 def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
@@ -82,9 +84,9 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
         goals=bulk_goals(results),
         notes=[
             _IMAGES_NOTE.format(images=images),
-            _THROUGHPUT_NOTE,
+            _THROUGHPUT_MEANINGS,
             _STEPS_NOTE,
-            _GPU_STEPS_NOTE if first.device == "cuda" else _CPU_STEPS_NOTE,
+            _GPU_STEP_MEANINGS if first.device == "cuda" else _CPU_STEP_MEANINGS,
         ],
         on_gpu=first.device == "cuda",
     )

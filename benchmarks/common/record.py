@@ -88,8 +88,8 @@ class Record:
     results: Sequence[Any]
     tables: Sequence[ResultTable]
     plots: PlotGrid
-    # Paragraphs that define the columns and the method of measurement.
-    notes: Sequence[str]
+    # Paragraphs on the method of measurement. A mapping is a table of column names and meanings.
+    notes: Sequence[str | Mapping[str, str]]
     # Sentences that compare results with goals.
     goals: Sequence[str] = ()
     # Whether a GPU was measured.
@@ -209,7 +209,6 @@ def _draw_plots(grid: PlotGrid, path: Path) -> None:
 
 def _page_from(record: Record, image: str) -> str:
     """Return the record as a Markdown page that shows the PNG `image`."""
-    notes = "\n\n".join(textwrap.fill(note, 100, break_on_hyphens=False) for note in record.notes)
     parts = [
         f"# {record.title}",
         f"```sh\n{record.command}\n```",
@@ -219,9 +218,15 @@ def _page_from(record: Record, image: str) -> str:
         *(part for table in record.tables for part in _table_parts(table)),
         f"![{record.plots.alt}]({image})",
         "## Method",
-        notes,
+        *map(_format_note, record.notes),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _format_note(note: str | Mapping[str, str]) -> str:
+    if isinstance(note, str):
+        return textwrap.fill(note, 100, break_on_hyphens=False)
+    return _markdown_table(("column", "meaning"), list(note.items()))
 
 
 def _table_parts(table: ResultTable) -> list[str]:

@@ -39,40 +39,49 @@ _LATENCY_GOALS = (5, 3)
 _MEMORY_GOAL = 6
 
 _METHOD_NOTE = """\
-In `maskrcnn bench infer`, every engine has a process of its own in each precision. It is loaded
-once, for the largest batch, and is measured in ascending order of batch sizes. The columns p50, p90
-and p99 are latencies of a batch, in ms; each batch starts when the previous one is complete.
-"images/s" is measured afterwards: the same number of batches is queued back to back, with one wait
-at the end. "data" is the memory that holds the images before a batch and the detections after it.
-If "data" is `host`, the times include copies to and from the GPU. "boxes" is the mean number of
-detections per image.
+Each engine is measured in a process of its own for each precision, in ascending order of batch
+sizes. Latency is measured first: each batch starts when the previous one is complete. For the
+throughput, the same number of batches is queued back to back, with one wait at the end.
 """
+_COLUMNS_NOTE = "The tables of speed have these columns:"
+_COLUMN_MEANINGS = {
+    "data": "memory that holds the images before a batch and the detections after it; with `host`, "
+    "the times include copies to and from the GPU",
+    "images/s": "throughput",
+    "p50, p90, p99": "latency of a batch, in ms",
+    "MiB": "peak memory at a batch size, including memory kept from smaller batches: GPU memory "
+    "reserved by torch's allocator, without CUDA context and kernel code; with *, all GPU memory "
+    "in use according to the driver; on a CPU, resident memory of the process",
+    "boxes": "mean number of detections per image",
+}
+_TORCHVISION_MEANINGS = {
+    "speedup": "throughput divided by that of torchvision's model in the same precision at the "
+    "same batch size",
+}
+_ROOFLINE_MEANINGS = {
+    "of roofline": "throughput as a fraction of an upper bound, which the next paragraph defines",
+}
 _TORCHVISION_NOTE = """\
-Torchvision's model is measured as it ships: its time includes scaling the images, pasting the masks
-and synchronising with the GPU, and grows with the number of detections. In the tables of speed,
-"speedup" is the throughput of an engine divided by that of torchvision's model in the same
-precision at the same batch size.
-"""
-_MEMORY_NOTE = """\
-In the tables of speed, "MiB" is the peak memory at a batch size, including memory kept from smaller
-batches. For torch it is the GPU memory reserved by torch's allocator, without the CUDA context and
-kernel code. Values with * are all GPU memory in use according to the driver, including the CUDA
-context and kernel code. On the CPU it is the resident memory of the process.
+The time of torchvision's model includes scaling the images, pasting the masks and synchronising
+with the GPU, and grows with the number of detections.
 """
 _ROOFLINE_NOTE = """\
-In the tables of speed, "of roofline" is the throughput as a fraction of an upper bound. At this
-bound, the GPU computes only the convolutions and matrix products of the model: {flops:.3g} TFLOP
-per image, counting a multiply-add as two operations. It computes them as fast as an 8192x8192x8192
-matrix product that was measured in the same run and precision: {rates}.
+The upper bound assumes that the GPU computes only the model's convolutions and matrix products:
+{flops:.3g} TFLOP per image, with a multiply-add as two operations. The assumed rate is that of an
+8192x8192x8192 matrix product in the same run and precision: {rates}.
 """
 _STAGES_NOTE = """\
-The time by stage comes from a GPU profile of {engine} in {precision}, with ten batches that replay
-captured CUDA graphs. A stage lasts until the first kernel of the next stage. "trunk" is backbone,
-FPN and RPN head. "proposals" begins with the first top-k kernel and selects the proposals. "box
-head" begins with the first RoIAlign kernel. "selection" begins with the next top-k kernel and
-includes the NMS of the detections. "mask head" begins with the second RoIAlign kernel. "idle" is
-the time between kernels.
+The time by stage comes from a GPU profile of {engine} in {precision}. In the profile, captured CUDA
+graphs are replayed for ten batches. The table has these columns:
 """
+_STAGE_MEANINGS = {
+    "trunk": "backbone, FPN and RPN head",
+    "proposals": "selection of the proposals, from the first top-k kernel on",
+    "box head": "from the first RoIAlign kernel on",
+    "selection": "selection and NMS of the detections, from the next top-k kernel on",
+    "mask head": "from the second RoIAlign kernel on",
+    "idle": "time between kernels",
+}
 
 
 def infer_record(
@@ -240,19 +249,24 @@ def _notes(
     results: Sequence[InferResult],
     rooflines: Sequence[MatmulRoofline],
     stages: Sequence[StageTimes],
-) -> list[str]:
-    notes = [_METHOD_NOTE]
-    if any(r.engine == "torchvision" for r in results):
-        notes.append(_TORCHVISION_NOTE)
-    notes.append(_MEMORY_NOTE)
+) -> list[str | dict[str, str]]:
+    with_torchvision = any(r.engine == "torchvision" for r in results)
+    meanings = dict(_COLUMN_MEANINGS)
+    if with_torchvision:
+        meanings |= _TORCHVISION_MEANINGS
+    if rooflines:
+        meanings |= _ROOFLINE_MEANINGS
+    notes: list[str | dict[str, str]] = [_METHOD_NOTE, _COLUMNS_NOTE, meanings]
     if rooflines:
         rates = ", ".join(
             f"{f.precision} {format_significant(f.teraflops_per_second)} TFLOP/s" for f in rooflines
         )
         notes.append(_ROOFLINE_NOTE.format(flops=rooflines[0].flops_per_image / 1e12, rates=rates))
+    if with_torchvision:
+        notes.append(_TORCHVISION_NOTE)
     if stages:
         engine, precision = stages[0].engine, stages[0].precision
-        notes.append(_STAGES_NOTE.format(engine=engine, precision=precision))
+        notes += [_STAGES_NOTE.format(engine=engine, precision=precision), _STAGE_MEANINGS]
     return notes
 
 

@@ -13,34 +13,32 @@ if TYPE_CHECKING:
 COLUMNS = ("kernel", "size", "ms", "GB/s", "of copying", "baselines", "speedup", "goal")
 
 _SIZES_NOTE = """\
-The kernels' input sizes are those of a model with a batch of 8 images of 800x1344 pixels. For
-RoIAlign, the size BxRxPxP means B images, R RoIs per image, and PxP bins per RoI. For NMS, NxK
-means N sets of K boxes.
+The input sizes are those of a model with a batch of 8 images of 800x1344 pixels. For RoIAlign,
+BxRxPxP means B images, R RoIs per image, and PxP bins per RoI. For NMS, NxK means N sets of K
+boxes. The table of kernel times has these columns:
 """
-_COLUMNS_NOTE = """\
-In the table of kernel times, "ms" is the median time of a kernel on the GPU. "GB/s" is the minimum
-memory traffic, inputs read once and outputs written once, divided by "ms". "of copying" is "GB/s"
-as a fraction of {copying} GB/s, the bandwidth (reads plus writes) of copying a gibibyte in the same
-run. "of copying" exceeds 100% if there are so few RoIs that much of the features is not read.
-"baselines" are other implementations of the kernel's task with their times in ms, with * if timed
-on the host's clock. "speedup" is the time of each baseline divided by that of the kernel.
-"""
+_COLUMN_MEANINGS = {
+    "ms": "median time of a kernel on the GPU",
+    "GB/s": 'minimum memory traffic (inputs read once, outputs written once) divided by "ms"',
+    "of copying": '"GB/s" as a fraction of {copying} GB/s, the bandwidth (reads plus writes) of '
+    "copying a gibibyte in the same run; exceeds 100% if much of the features is not read",
+    "baselines": "other implementations of the kernel's task, with times in ms; those with * run "
+    "on the CPU, at least in part",
+    "speedup": "time of each baseline divided by that of the kernel",
+}
 _TIMER_NOTE = """\
-Before each timed call, a large tensor is filled on the GPU. The fill flushes the caches and keeps
-the GPU busy until the host has enqueued the call, so that launch overhead is not measured. If a
-baseline waits for the GPU, the wait is included. Baselines with * run on the CPU, at least in part:
-they are called three times, and their time is the median on the host's clock.
+Before each timed call, a large tensor is filled on the GPU. The fill flushes the caches and hides
+the launch overhead. If a baseline waits for the GPU, the wait is included. The time of a baseline
+with * is the median of three calls on the host's clock.
 """
 _TORCHVISION_NOTE = """\
-Torchvision's RoIAlign is measured with features in NCHW, its fastest layout, even if this project's
-kernel reads NHWC. Boxes have the dtype of the features. Torchvision's RoIAlign does not support
-bf16. In the rows `pyramid_roi_align_backward`, torchvision's time is that of the backward pass of
-its RoIAlign over all pyramid levels, without the forward pass. Torchvision's NMS processes one
-image at a time, as in torchvision's models, and returns all boxes that survive.
+Torchvision's RoIAlign is measured with features in NCHW, its fastest layout, and does not support
+bf16. In the rows `pyramid_roi_align_backward`, torchvision's time is that of the backward pass
+alone. Torchvision's NMS processes one image at a time, and returns all boxes that survive.
 """
 _RLE_NOTE = """\
-The kernel `paste_rle` ends with run lengths in GPU memory. Encoding the run lengths as COCO RLE
-strings is the task of the kernel `compress_runs`. The time of pycocotools includes this encoding.
+The kernel `paste_rle` returns run lengths in GPU memory. The kernel `compress_runs` encodes them as
+COCO RLE strings. The time of pycocotools includes the encoding.
 """
 
 
@@ -76,7 +74,7 @@ def kernels_record(results: Sequence[KernelResult]) -> Record:
         ],
         notes=[
             _SIZES_NOTE,
-            _COLUMNS_NOTE.format(copying=copying),
+            {name: text.format(copying=copying) for name, text in _COLUMN_MEANINGS.items()},
             _TIMER_NOTE,
             _TORCHVISION_NOTE,
             _RLE_NOTE,

@@ -27,37 +27,44 @@ _TIMES = ("decode", "queue", "infer", "encode", "rest")
 _LOAD_NOTE = """\
 Images are {images}. Loads named "clients" are closed loops: each client sends its next image when
 the previous one is answered. Clients send unary calls or, if "streamed", share one stream per
-client process. All other loads are open loops: images are sent at a given rate, whether or not
-previous ones are answered. In loads named "poisson", images are sent at random times. The
-percentage in the name of a load is the rate relative to the highest throughput of closed-loop
-clients without streams.
+client process. All other loads are open loops: images are sent at a given rate, if "poisson" at
+random times. A percentage in the name of a load is its rate relative to the highest throughput of
+unary clients.
 """
-_SPEED_NOTE = """\
-In the table of speed, "images/s" counts images whose detections arrived within the measurement. p50
-to p99 and "max" are latencies of requests that were answered with detections; "refused" counts all
-other requests. In open loops, latency counts from the time at which an image was due to be sent.
-"""
+_SPEED_NOTE = "The table of speed has these columns:"
+_SPEED_MEANINGS = {
+    "images/s": "images whose detections arrived within the measurement, per second",
+    "p50 to p99, max": "latency of requests that were answered with detections; in open loops, it "
+    "counts from the time at which an image was due to be sent",
+    "refused": "number of all other requests",
+}
 _TIMES_NOTE = """\
-The times by stage are means over the answered requests. "decode", "queue", "infer" and "encode" are
-stages in the server, which reports them in its responses. A request is in "queue" while its batch
-fills or the model computes other batches, and in "infer" while the model computes its batch. "rest"
-is the remaining latency: network, gRPC, the server's event loop, and the client. "outside" is the
-fraction of the latency outside "queue" and "infer". "batch" is the mean size of the batch that
-contained a request.
+The table of times by stage has means over the answered requests. The server reports the times of
+"decode", "queue", "infer" and "encode" in its responses. The columns are:
 """
-_USE_NOTE = """\
-In the table of CPU and memory use, "batches" is the mean number of batches that the backend
-computes at the same time. "cores" is the CPU time of the server and its child processes divided by
-the wall-clock time. "MiB" is their resident memory in the first and in the last fifth of the
-measurement. "server", "front ends", "workers" and "clients" are the CPU milliseconds per image of
-the server process, of its front-end processes, of its worker processes and of all client processes.
-"client cores" is the CPU time of the busiest client process divided by the wall-clock time. "client
-lag" is the 99th percentile of the delay, in ms, with which clients sent their requests.
-"""
+_TIMES_MEANINGS = {
+    "batch": "mean size of the batch that contained a request",
+    "decode": "decoding, resizing and padding of the image",
+    "queue": "wait for a CPU thread, for the batch to fill and for the model to be free",
+    "infer": "computation of the request's batch by the model",
+    "encode": "scaling of the boxes and encoding of the masks",
+    "rest": "remaining latency: network, gRPC, the server's event loop, and the client",
+    "outside": 'fraction of the latency outside "queue" and "infer"',
+}
+_USE_NOTE = "The table of CPU and memory use has these columns:"
+_USE_MEANINGS = {
+    "batches": "mean number of batches that the backend computes at the same time",
+    "cores": "CPU time of the server and its child processes divided by the wall-clock time",
+    "server, front ends, workers, clients": "CPU milliseconds per image of the server process, of "
+    "its front-end processes, of its worker processes and of all client processes",
+    "MiB": "resident memory of the server and its child processes in the first and in the last "
+    "fifth of the measurement",
+    "client cores": "CPU time of the busiest client process divided by the wall-clock time",
+    "client lag": "99th percentile of the delay, in ms, with which clients sent their requests",
+}
 _THREADS_NOTE = """\
 In the table of CPU time by thread, the thread "main" of the server process runs the server's event
-loop. Threads that a library does not name have the name of the program, such as "python". In the
-server process, one of these threads polls gRPC's connections.
+loop. Threads without a name of their own have the name of the program, such as "python".
 """
 
 
@@ -92,8 +99,11 @@ def serve_record(
         notes=[
             _LOAD_NOTE.format(images=images),
             _SPEED_NOTE,
+            _SPEED_MEANINGS,
             _TIMES_NOTE,
+            _TIMES_MEANINGS,
             _USE_NOTE,
+            _USE_MEANINGS,
             _THREADS_NOTE,
         ],
         on_gpu=bulk.device == "cuda" if bulk else bool(machine.gpus),

@@ -24,25 +24,28 @@ _COLUMNS = (
 
 _METHOD_NOTE = """\
 Every run has processes of its own. Runs of one seed have the same initial weights and batches. A
-step lasts from the end of the previous one to its own end. It includes the wait for the next batch,
-the transfer of the batch to the device, forward and backward pass, and the optimiser. The first
-{warmup} of {iterations} steps are not timed. The columns p50, p90 and p99 are latencies of a step,
-in ms.
+step includes the wait for the next batch, the transfer of the batch to the device, forward and
+backward pass, and the optimiser. The first {warmup} of {iterations} steps are not timed. The table
+of runs has these columns:
 """
-_COLUMNS_NOTE = """\
-In the table of runs, "ratio" is the throughput divided by that of torchvision's model. "data" is
-the fraction of the time in which the process waited for the next batch. "host" is the time, in ms,
-that the process needs to launch a step on an idle GPU. "kernels" is the number of kernels, copies
-and fills of a step. "NCCL" is the time, in ms, in which kernels of NCCL run during a step, and
-"exposed" the part of it in which the GPU does nothing else. "first" is the duration of the first
-step in seconds. "MiB" is the peak {memory}. "loss" is the mean of the total loss over the last
-tenth of the steps. With several processes, "images/s" is the sum over all of them, and the other
-columns are of rank 0.
-"""
+_COLUMN_MEANINGS = {
+    "images/s": "throughput; with several processes, the sum over all of them (other columns: of "
+    "rank 0)",
+    "ratio": "throughput divided by that of torchvision's model",
+    "p50, p90, p99": "latency of a step, in ms",
+    "data": "fraction of the time in which the process waited for the next batch",
+    "host": "time in ms that the process needs to launch a step on an idle GPU",
+    "kernels": "number of kernels, copies and fills of a step",
+    "NCCL": "time in ms in which NCCL kernels run during a step",
+    "exposed": 'part of "NCCL" in which the GPU does nothing else',
+    "first": "duration of the first step in seconds",
+    "MiB": "peak {memory}",
+    "loss": "mean of the total loss over the last tenth of the steps",
+}
 _TORCHVISION_NOTE = """\
 Torchvision's model is trained with the same initial weights, optimiser and images as this project's
-model. It differs in three ways: it draws its own random samples of anchors and proposals, keeps its
-own memory layout, and averages some losses over images instead of over the batch.
+model. It draws its own random samples of anchors and proposals, keeps its own memory layout, and
+averages some losses over images instead of over the batch.
 """
 
 
@@ -53,9 +56,9 @@ def train_record(results: Sequence[TrainResult]) -> Record:
     first = results[0]
     on_gpu = first.device == "cuda"
     memory = "GPU memory reserved by torch" if on_gpu else "resident memory of the process"
-    notes = [
+    notes: list[str | dict[str, str]] = [
         _METHOD_NOTE.format(warmup=first.warmup, iterations=first.iterations),
-        _COLUMNS_NOTE.format(memory=memory),
+        {name: text.format(memory=memory) for name, text in _COLUMN_MEANINGS.items()},
     ]
     with_torchvision = any(result.engine == "torchvision" for result in results)
     return Record(

@@ -43,7 +43,7 @@ def record(**changes: object) -> Record:
         "plots": PlotGrid(
             alt="Speeds", plots=[lambda axes: axes.plot([1, 2])] * 3, columns=2, size=(3, 2)
         ),
-        "notes": ["A note of many words. " * 20],
+        "notes": ["A note of many words. " * 20, {"rate": "images per second"}],
         "on_gpu": True,
         "details": {"extra": Result(3.0, {})},
         "command": "maskrcnn bench speed",
@@ -65,6 +65,7 @@ def test_files_of_a_record(tmp_path: Path):
         "| onnx | 8 | 2.5 |  |",
         "- eager [ran] out of memory",
         "| y |",
+        "| column | meaning |\n| --- | --- |\n| rate | images per second |",
         "![Speeds](speed-h100-202611.png)",
     ):
         assert part in text
