@@ -51,8 +51,8 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
     served = [artifact for artifact in manifest.artifacts if artifact.kind in _PLATFORMS]
     if not served:
         raise BundleError(
-            f"{bundle} holds neither ONNX files nor TensorRT plans for Triton; export it with "
-            "--precision fp32 or fp16"
+            f"{bundle} holds neither ONNX files nor TensorRT plans, which Triton needs; export the "
+            "model again with --precision fp32 or fp16, which writes ONNX files"
         )
     for artifact in served:
         _check_profiles(bundle, artifact)

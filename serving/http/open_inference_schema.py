@@ -27,7 +27,7 @@ class InputTensor(_Json):
 
 
 class RequestedOutput(_Json):
-    """Name of an output tensor to return. `binary_data`: return it after the JSON."""
+    """Output tensor to return. The parameter `binary_data` requests raw bytes after the JSON."""
 
     name: str
     parameters: Parameters = {}

@@ -194,7 +194,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return adapt(checked, None, handler.response_serializer)
 
     def pending_messages(self, method: str) -> PendingMessages:
-        """Return the limiter of concurrent waits for request messages of `method`."""
+        """Return the limiter of the calls of `method` that wait for their request message."""
         return self._public_messages if is_public(method) else self._messages
 
     async def run(

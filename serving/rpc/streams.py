@@ -62,8 +62,8 @@ class Streams(Generic[Request]):
         Args:
             requests: Requests of the stream.
             respond: Function that returns the response to a request. Arguments: the request, and a
-                context manager that acquires the admission slots. `respond` must compute the
-                response within this context.
+                context manager that acquires one admission slot per image of the request. `respond`
+                must compute the response within the `with` block of this context manager.
             context: gRPC context of the call, to which the responses are written.
             in_order: Whether to write the responses in the order of the requests.
 

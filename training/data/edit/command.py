@@ -89,7 +89,7 @@ def merge(
 
     Classes of the same name become one. If several files list the same image file, its annotations
     are joined, and equal annotations become one. Images are not copied: file names become relative
-    to a common folder.
+    to the deepest folder that contains all image folders, which is the image folder of OUT.
     """
     if len(images) != len(annotations) or len(images) < 2:
         raise click.UsageError("give --images and --annotations for each of two or more data sets")

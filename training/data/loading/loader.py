@@ -81,7 +81,7 @@ class BatchLoader:
                 logger.warning("skipped %s (skipped files so far: %d)", reason, len(self._skipped))
 
     def warn_of_skipped(self) -> None:
-        """If image files were unreadable at least once, log a warning with their number."""
+        """If any image files could not be read, log a warning with the number of these files."""
         if self._skipped:
             logger.warning(
                 "reading failed at least once for %d of %d images; other images replaced them. The "
