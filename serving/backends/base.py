@@ -34,8 +34,9 @@ class TensorSpec(NamedTuple):
 class ModelOutputs(NamedTuple, Generic[Array]):
     """Outputs of the model for B images, in the order of `model.bundle.spec.OUTPUT_NAMES`.
 
-    Each image has D rows: first its `num_detections[image]` detections, then padding. A mask is
-    M x M probabilities within the box of its detection.
+    Each tensor except `num_detections` has D rows per image, where D is the manifest's
+    `max_detections`: first the `num_detections[image]` detections, then padding. A mask is M x M
+    probabilities within the box of its detection.
     """
 
     # [B] int64.
@@ -129,8 +130,8 @@ class Backend(Protocol):
 
         Args:
             bucket: One of `buckets`.
-            images: [B, 3, bucket.height, bucket.width] RGB, uint8 or float32. The backend converts
-                them to the model's dtype.
+            images: [B, 3, bucket.height, bucket.width] RGB in 0..255, uint8 or float32. The backend
+                converts them to the model's dtype.
             image_sizes: [B, 2] height and width before padding.
 
         Returns:
@@ -155,8 +156,8 @@ class DeviceBackend(Backend, Protocol[Array]):
 
         Args:
             bucket: One of `buckets`.
-            images: [B, 3, bucket.height, bucket.width] RGB on the device. The backend converts
-                them to the model's dtype.
+            images: [B, 3, bucket.height, bucket.width] RGB in 0..255, uint8 or float32, on the
+                device. The backend converts them to the model's dtype.
             image_sizes: [B, 2] int64 on the device, height and width before padding.
 
         Returns:

@@ -55,7 +55,7 @@ class CudaBindingsDriver:
         return f"{major}.{minor}"
 
     def cuda_version(self) -> int:
-        """Return the CUDA version that the driver supports, such as 13000 for 13.0."""
+        """Return the newest CUDA version that the driver supports, such as 13000 for 13.0."""
         return int(_call("cuDriverGetVersion"))
 
     def free_memory(self) -> int:

@@ -21,7 +21,7 @@ class Memory(Protocol):
 
 
 class PinnedMemory(Protocol):
-    """Page-locked host memory, which the GPU copies without the CPU."""
+    """Page-locked host memory, from and to which the GPU copies without the CPU."""
 
     @property
     def array(self) -> NDArray[Any]:
@@ -52,7 +52,7 @@ class Stream(Protocol):
         """Record an event after all work that has been queued on this stream so far."""
 
     def wait(self, event: Any) -> None:
-        """Make this stream wait for another stream's event before it runs work queued later."""
+        """Make work that is queued on this stream after this call wait for another stream's event."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
         """Queue a copy from pinned memory to the GPU address `address`."""
@@ -84,7 +84,7 @@ class GpuDriver(Protocol):
         """Return the compute capability, such as `9.0`."""
 
     def cuda_version(self) -> int:
-        """Return the CUDA version that the driver supports, such as 13000 for 13.0."""
+        """Return the newest CUDA version that the driver supports, such as 13000 for 13.0."""
 
     def free_memory(self) -> int:
         """Return the free GPU memory in bytes."""
