@@ -111,7 +111,7 @@ def load_backend(
 def _tensorrt_backend() -> "type[TensorRTBackend]":
     """Return the class of the TensorRT backend.
 
-    If torch finds a GPU and torchvision is installed, it is the subclass that also accepts batches
+    If torch finds a GPU and torchvision is installed, return the subclass that also accepts batches
     of torch tensors on the GPU.
     """
     from .tensorrt import TensorRTBackend

@@ -41,9 +41,10 @@ _OUT_OF_MEMORY = ("Failed to allocate memory", "is smaller than requested bytes"
 
 
 class OnnxRuntimeBackend:
-    """ONNX Runtime backend: one session per input size; on a GPU, one per input and batch size.
+    """Backend that runs ONNX models with ONNX Runtime.
 
-    On a GPU each session has fixed shapes, and smaller batches are padded.
+    On the CPU there is one session per input size. On a GPU there is one session per input size and
+    batch size, because its shapes are fixed; smaller batches are padded.
     """
 
     # On a GPU a convolution keeps only cuDNN's plan for its last shape. If one session computed all
@@ -87,9 +88,9 @@ class OnnxRuntimeBackend:
         return tuple(self._paths)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the model of every input size once; on a GPU, once per batch size.
+        """Run the model of every input size once; on a GPU, once with each batch size.
 
-        The method raises the same errors as `infer`.
+        The batch sizes are `batch_sizes(max_batch)`. The method raises the same errors as `infer`.
         """
         for bucket in self.buckets:
             for batch in batch_sizes(max_batch if self.device == "cuda" else 1):

@@ -198,7 +198,10 @@ def _version_text(version: int | None) -> str:
 
 @contextlib.contextmanager
 def _import_errors(name: str, runtime: Runtime) -> Iterator[None]:
-    """Context manager: convert import errors to BackendErrors with a remedy."""
+    """Context manager: convert errors of an import to BackendErrors with a remedy.
+
+    `name` is the imported library, for the message. The remedy installs the extra of `runtime`.
+    """
     install = f'pip install "maskrcnn-trt[{runtime.extra}]"'
     try:
         yield

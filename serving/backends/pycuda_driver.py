@@ -49,7 +49,7 @@ class PycudaDriver:
         return f"{major}.{minor}"
 
     def cuda_version(self) -> int:
-        """Return the CUDA version that the driver supports, such as 13000 for 13.0."""
+        """Return the newest CUDA version that the driver supports, such as 13000 for 13.0."""
         return int(cuda.get_driver_version())
 
     def free_memory(self) -> int:

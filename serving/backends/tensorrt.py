@@ -29,8 +29,9 @@ OUTPUT_DTYPES = (np.int64, np.float32, np.float32, np.int64, np.float32)
 class TensorRTBackend:
     """Backend that runs one plan of TensorRT or TensorRT-RTX per shape bucket (input size).
 
-    With TensorRT, but not with TensorRT-RTX, batches run as CUDA graphs. As a graph contains GPU
-    addresses, each bucket and batch size has one graph per set of buffers.
+    With TensorRT, but not with TensorRT-RTX, batches run as CUDA graphs. A graph contains the GPU
+    addresses of buffers, and each batch in flight has its own buffers. Therefore there is one graph
+    per bucket, batch size and set of buffers.
     """
 
     device: Final = "cuda"
@@ -86,10 +87,10 @@ class TensorRTBackend:
         return tuple(self._plans)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the plan of every input size with a batch of each size that the plan supports.
+        """Run each plan with each of its batch sizes, but with at most `max_batch` images.
 
-        No batch has more than `max_batch` images. With TensorRT, but not with TensorRT-RTX, this
-        captures the CUDA graphs. The method raises the same errors as `infer`.
+        With TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
+        raises the same errors as `infer`.
         """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
