@@ -1,4 +1,4 @@
-"""TensorRT backend that takes torch tensors on the GPU too, not only NumPy arrays."""
+"""TensorRT backend that takes NumPy arrays, and also torch tensors that are on the GPU."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,10 +17,10 @@ class TensorRTDeviceBackend(TensorRTBackend):
     """TensorRT backend whose method `infer_on_device` takes batches of torch tensors on GPU 0."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the plan of every input size with a batch of each size that the plan supports.
+        """Run each plan with each of its batch sizes, but with at most `max_batch` images.
 
-        No batch has more than `max_batch` images. With TensorRT, but not with TensorRT-RTX, this
-        captures the CUDA graphs. The method raises the same errors as `infer_on_device`.
+        With TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
+        raises the same errors as `infer_on_device`.
         """
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
@@ -34,18 +34,18 @@ class TensorRTDeviceBackend(TensorRTBackend):
     def infer_on_device(
         self, bucket: ShapeBucket, images: Tensor, image_sizes: Tensor
     ) -> ModelOutputs[Tensor]:
-        """Queue a batch on the plans' stream, and make torch's current stream wait for it.
+        """Queue a batch, and make torch's current CUDA stream wait for it. Thread-safe.
 
-        Thread-safe.
+        One CUDA stream of the backend computes the batches of all plans.
 
         Args:
             bucket: One of `buckets`.
-            images: [B, 3, bucket.height, bucket.width] RGB on the GPU. They are converted to the
-                plan's dtype.
+            images: [B, 3, bucket.height, bucket.width] RGB in 0..255, uint8 or float32, on the
+                GPU. They are converted to the plan's dtype.
             image_sizes: [B, 2] int64 on the GPU, height and width before padding.
 
         Returns:
-            New tensors on the GPU, valid once the current stream has run the queued work.
+            New tensors on the GPU, valid once torch's current stream has run the queued work.
 
         Raises:
             BackendError: the batch exceeds the plan's largest batch size, or TensorRT fails.

@@ -36,8 +36,9 @@ def cache_path(plan_hashes: Iterable[str]) -> Path:
 class RuntimeCache:
     """Cache of the kernels that TensorRT-RTX compiles for this GPU, shared by a backend's engines.
 
-    The cache only saves time. TensorRT-RTX rejects entries of another machine or version and
-    compiles the kernels again. An unreadable or unwritable file is ignored.
+    The cache only saves time. TensorRT-RTX rejects entries that another machine or another version
+    of TensorRT-RTX wrote, and compiles the kernels again. An unreadable or unwritable file is
+    ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,8 +89,8 @@ class PlanRuntime:
 
         Args:
             path: Plan file.
-            is_version_compatible: Whether newer TensorRT versions can run the plan, with code that
-                the plan contains.
+            is_version_compatible: Whether the plan contains code with which newer TensorRT versions
+                can run it.
 
         Raises:
             BackendError: the runtime rejects the plan. The message contains the reason.
@@ -148,7 +149,10 @@ class PlanRuntime:
 
 @cache
 def _log_messages(trt: Any) -> None:
-    """Forward TensorRT's messages to Python's logging, once per process and module `trt`."""
+    """Start forwarding the messages of the module `trt` to Python's logging.
+
+    Later calls with the same module have no effect.
+    """
 
     def log_message(severity: str, message: str) -> None:
         is_notable = severity == "WARNING" or severity in ERRORS
@@ -232,7 +236,7 @@ class Plan:
             batch_context.context.set_device_memory(address, size)
 
     def launch(self, batch: int, addresses: Mapping[str, int], stream: int) -> None:
-        """Queue a batch on a stream. Call it from one thread at a time.
+        """Queue a batch on a stream. Call this method from one thread at a time.
 
         Args:
             batch: One of `batches`.

@@ -83,9 +83,10 @@ class TorchBackend:
         return tuple(self._programs)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the program of every input size. On a GPU, capture a CUDA graph per batch size.
+        """Run the program of every input size. On a GPU, capture its CUDA graphs.
 
-        The method raises the same errors as `infer`.
+        Each program has one graph for each of `batch_sizes(max_batch)`. The method raises the same
+        errors as `infer`.
         """
         for bucket in self.buckets:
             for batch in batch_sizes(max_batch) if self.device == "cuda" else [1]:
@@ -120,8 +121,8 @@ class TorchBackend:
 
         Args:
             bucket: One of `buckets`.
-            images: [B, 3, bucket.height, bucket.width] RGB on the device. They are converted to the
-                program's dtype.
+            images: [B, 3, bucket.height, bucket.width] RGB in 0..255, uint8 or float32, on the
+                device. They are converted to the program's dtype.
             image_sizes: [B, 2] int64 on the device, height and width before padding.
 
         Returns:

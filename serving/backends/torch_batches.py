@@ -58,8 +58,8 @@ class GraphedProgram:
         """Queue the computation of B images on torch's current stream; B is at most `max_batch`.
 
         Args:
-            images: [B, 3, H, W] on the GPU, padded to the bucket.
-            image_sizes: [B, 2] heights and widths before padding, on the GPU.
+            images: [B, 3, H, W] on the GPU, of any dtype, padded to the bucket.
+            image_sizes: [B, 2] int64 on the GPU, heights and widths before padding.
 
         Returns:
             New tensors, valid once the stream has run the queued work.
@@ -107,7 +107,7 @@ class BatchSlot:
             self._loaded.record()
 
     def await_inputs(self) -> None:
-        """Make the current stream wait for the copies of `copy_in`."""
+        """Make torch's current stream wait for the copies that `copy_in` queued."""
         self._loaded.wait()
 
     def keep(self, outputs: Sequence[Tensor]) -> None:
@@ -138,7 +138,7 @@ class BatchSlots:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[BatchSlot]:
-        """Context manager: wait for a free slot, and release it at the end of the `with` block."""
+        """Context manager: wait for a free slot, yield it, and release it after the block."""
         slot = self._free.get()
         try:
             yield slot
