@@ -84,7 +84,11 @@ def _check_pixels(image: Any) -> None:
 
 
 def is_large(request: pb.DetectRequest) -> bool:
-    """Return whether a request exceeds 4 MiB, gRPC's default limit. If so, call `check_size`."""
+    """Return whether a request exceeds 4 MiB, gRPC's default limit.
+
+    The server's limit can be lower than the size of such a request, so the caller must call
+    `check_size` before it sends the request.
+    """
     return request.ByteSize() > _UNCHECKED_BYTES
 
 
@@ -190,7 +194,9 @@ class LostServerCheck:
         self._unanswered = 0
 
     def check(self, outcome: ImageOutcome) -> ImageOutcome:
-        """Count the next request's outcome. Return it, or raise it if more requests are pointless.
+        """Check the outcome of the next request, and count it if the server did not respond.
+
+        The outcome is returned, or raised if it is an error after which no request can succeed.
 
         Raises:
             AccessError: The server denies access to this client.

@@ -1,4 +1,7 @@
-"""Command `doctor`: check this machine, and TensorRT step by step (export/engines/README.md)."""
+"""Command `doctor`: check this machine; with `--tensorrt`, run TensorRT from end to end.
+
+The page export/engines/README.md describes the steps of this run.
+"""
 
 import json
 import os
@@ -31,7 +34,7 @@ _SHOWN_LINES: Final = 15
 
 
 class FirstRunStep(NamedTuple):
-    """One step that `doctor --tensorrt` runs: its commands, and the output of their success."""
+    """One step that `doctor --tensorrt` runs: its commands, and the output that shows success."""
 
     commands: tuple[str, ...]
     # Description of the output that shows success.

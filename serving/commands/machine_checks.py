@@ -1,4 +1,7 @@
-"""Types and display of check results, and checks of this machine (`doctor`, `serve --doctor`)."""
+"""Helpers of `doctor` and `serve --doctor`.
+
+They check this machine, and represent and print the results of checks.
+"""
 
 import platform
 from collections.abc import Iterable, Mapping
@@ -59,7 +62,7 @@ class CheckSection(NamedTuple):
 
 
 def machine_section() -> CheckSection:
-    """Check this machine. Return its package versions, GPUs and problems of ONNX Runtime."""
+    """Return the package versions and GPUs of this machine, and problems with ONNX Runtime."""
     versions = {"Python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)}
     gpus = gpu_names() or ("nvidia-smi reports none",)
     results = [
