@@ -43,8 +43,8 @@ _OUT_OF_MEMORY = ("Failed to allocate memory", "is smaller than requested bytes"
 class OnnxRuntimeBackend:
     """Backend that runs ONNX models with ONNX Runtime.
 
-    On the CPU there is one session per input size. On a GPU there is one session, with fixed shapes,
-    per input size and batch size; smaller batches are padded.
+    On the CPU there is one session per input size. On a GPU there is one session with fixed shapes
+    per pair of input size and batch size; smaller batches are padded.
     """
 
     # On a GPU a convolution keeps only cuDNN's plan for its last shape. If one session computed all

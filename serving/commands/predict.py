@@ -115,10 +115,10 @@ def _predict_with_ray(
     options: "DetectionOptions",
     **predictor: Any,
 ) -> None:
-    """Detect objects with Ray, and print the totals.
+    """Detect objects with Ray, write Parquet files, and print the number of processed images.
 
     Raises:
-        click.ClickException: Some images failed. The results of the others are written.
+        click.ClickException: Some images failed. The results of the other images are written.
     """
     from ..offline.ray_prediction import predict_with_ray
 

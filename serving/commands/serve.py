@@ -154,7 +154,11 @@ def _check_environment() -> None:
 
 
 def _spelling(name: str) -> str:
-    """Return a setting's name as the user gave it: as an option or an environment variable."""
+    """Return a setting's name in the form in which the user set it.
+
+    It is the environment variable, such as `MASKRCNN_MAX_BATCH`, if the user set that. Otherwise it
+    is the option, such as `--max-batch`.
+    """
     if click.get_current_context().get_parameter_source(name) is ParameterSource.ENVIRONMENT:
         return _variable(name)
     return f"--{name.replace('_', '-')}"

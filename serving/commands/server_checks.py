@@ -34,7 +34,8 @@ def diagnose(
 ) -> Iterator[CheckSection]:
     """Check whether `serve` would start. Yield the results, one section at a time.
 
-    If no check finds a fault, the last section starts a server on a free port and stops it.
+    If no check finds a fault, the last section is a trial: a server is started on a free port and
+    stopped again.
 
     Args:
         models: Bundles and names of the models.
@@ -61,7 +62,7 @@ def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
 
     `models` is the number of served models. Each message counts with its serialised size, although
     a parsed message takes several times as much memory until its image is decoded. With one model,
-    at most half of the messages are parsed at the same time.
+    at most half of this size belongs to parsed messages. The other messages are being received.
     """
     return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
 
@@ -187,7 +188,10 @@ def _bundle_results(model: ModelSource) -> list[CheckResult]:
 def _backend_results(
     bundle: Path, manifest: Manifest, precision: Precision, config: ServeConfig
 ) -> list[CheckResult]:
-    """Check each backend in a precision. Only a failure of `config.backend` counts as a fault."""
+    """Check for each backend whether it can run the bundle in a precision on this machine.
+
+    Only a failure of `config.backend` counts as a fault.
+    """
     results, chosen = [], None
     try:
         chosen = choose_backend(bundle, manifest, precision, config.backend).backend

@@ -226,10 +226,10 @@ def _serve_channel(engine: Any, channel: Channel) -> None:
 
 
 def _portable_error(error: BaseException, context: str) -> Exception:
-    """Return `error` if the server expects errors of this type. Otherwise return a BackendError.
+    """Return `error` if the server expects errors of this type.
 
-    In that case `error` is logged. The server can always unpickle the BackendError, whose message
-    begins with `context`.
+    Otherwise, log `error` and return a BackendError, which the server can always unpickle. The
+    message of the BackendError begins with `context`.
     """
     if isinstance(error, (BundleError, ImageError, ServingError)):
         return error
