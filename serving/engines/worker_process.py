@@ -108,9 +108,10 @@ class WorkerProcess(Generic[Item, Result]):
         self.exited.add_done_callback(lambda _: self._close_channels())
 
     def successor(self) -> Self:
-        """Start and return a new process with the same engine and resources.
+        """Start a new process with the same engine and resources, and return its handle.
 
-        The caller must call `load` of the new handle. The process of this handle keeps running.
+        The caller must call `load` of the returned handle. The process of this handle keeps
+        running.
         """
         return type(self)(self._loader, self.resources, self._hang_timeout_s)
 
@@ -171,7 +172,7 @@ class WorkerProcess(Generic[Item, Result]):
         self.exited.result()
 
     def kill(self) -> None:
-        """Kill the process. Methods of this handle that wait for it raise BackendError."""
+        """Kill the process. Methods that wait for the process then raise BackendError."""
         self._process.kill()
 
     def _call(self, method: str, argument: Any, *, timeout_s: float | None) -> Any:

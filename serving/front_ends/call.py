@@ -78,14 +78,15 @@ class ForwardedCall(CallOutcome):
             self._reading.set_result(message)
 
     def confirm_write(self) -> None:
-        """Make the pending `write` return. Call it when the front end has written the message."""
+        """Make the pending `write` return, because the front end has written the message."""
         if self._writing and not self._writing.done():
             self._writing.set_result(None)
 
     def close(self) -> None:
         """Cancel the task that handles the call, unless the task has sent the status. Idempotent.
 
-        Call it when the front end has ended the call, or when the front-end process has ended.
+        This method is called if the front end reports that the gRPC call has ended, or if the
+        front-end process has ended.
         """
         if self._is_closed:
             return
@@ -108,7 +109,7 @@ class ForwardedCall(CallOutcome):
         self._trailing_metadata = metadata
 
     async def read(self) -> Any:
-        """Return the client's next message in bytes, or `grpc.aio.EOF`."""
+        """Return the client's next message as serialised bytes, or `grpc.aio.EOF`."""
         self._reading = asyncio.get_running_loop().create_future()
         self._link.send(Frame.READ, self._number)
         try:

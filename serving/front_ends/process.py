@@ -38,7 +38,9 @@ def run_front_end(
     certificate_files: CertificateFiles | None,
     options: Sequence[tuple[str, int]],
 ) -> None:
-    """Accept calls and pass them to the server's process, until that process sends STOP or ends.
+    """Accept calls and pass them to the server's process.
+
+    Calls are accepted until the server's process sends a frame of kind `Frame.STOP` or ends.
 
     Args:
         handle: File descriptor of the Unix socket to the server's process.
