@@ -53,7 +53,10 @@ class HttpConnection(HttpToolsProtocol):
         self._slow_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Start the first request's timer. If there are too many connections, close this one."""
+        """Start the timer that limits the time until the head of the first request has arrived.
+
+        If there are too many connections, abort this one instead.
+        """
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
             transport.abort()
@@ -75,7 +78,11 @@ class HttpConnection(HttpToolsProtocol):
             self._slow_timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data. Reject request heads, trailers and chunk extensions over 64 KiB."""
+        """Parse received data.
+
+        A request is rejected if its head exceeds 64 KiB, or if it sends more than 64 KiB of chunk
+        extensions and trailers since the last data of its body.
+        """
         self._received = data
         self._bytes_since_body += len(data)
         super().data_received(data)

@@ -196,7 +196,7 @@ def _not_encoded(detections: Detections) -> Detections:
 
 
 def _with_timing(response: TimedResponse[bytes]) -> bytes:
-    """Return a response's JSON object, extended by the response's timing as member `timing`."""
+    """Return the JSON text of a response, with the response's timing added as member `timing`."""
     return b'%s,"timing":%s}' % (response.value[:-1], to_json(vars(response.timing)))
 
 

@@ -134,7 +134,10 @@ class Endpoint:
             return await self._respond(call)
 
     def _check_origin(self, call: HttpCall) -> None:
-        """Raise ForbiddenError if a web page sent a request that loads or unloads models."""
+        """Raise ForbiddenError if the request loads or unloads models and comes from a web page.
+
+        This applies to every web page, the server's own page included.
+        """
         # Any page in the operator's browser can send requests to a server on the same machine,
         # where they would count as local.
         headers = call.request.headers
@@ -162,7 +165,10 @@ def http_error_response(error: HTTPException) -> Response:
 
 
 async def _send(response: Response, send: Send) -> None:
-    """Send an HTTP response, and wait until the connection's write buffer is nearly empty."""
+    """Send an HTTP response. Return when the transport is ready for more data.
+
+    The transport is ready when its write buffer is nearly empty, at asyncio's low-water mark.
+    """
     headers = response.raw_headers
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
