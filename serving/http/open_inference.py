@@ -160,7 +160,7 @@ async def _unsupported(answer: str, _: Request) -> Response:
 
 
 def _model_of(call: HttpCall) -> tuple[str, str]:
-    """Return the model name and version in the path; an empty string if the path has none."""
+    """Return model name and version from the path; "" for each that the path does not contain."""
     parameters = call.request.path_params
     return parameters.get("model", ""), parameters.get("version", "")
 
