@@ -196,7 +196,7 @@ class LostServerCheck:
     def check(self, outcome: ImageOutcome) -> ImageOutcome:
         """Check the outcome of the next request, and count it if the server did not respond.
 
-        The outcome is returned, or raised if it is an error after which no request can succeed.
+        The outcome is returned, or raised if the caller should send no more requests.
 
         Raises:
             AccessError: The server denies access to this client.

@@ -115,7 +115,7 @@ def _predict_with_ray(
     options: "DetectionOptions",
     **predictor: Any,
 ) -> None:
-    """Detect objects with Ray, write Parquet files, and print the number of processed images.
+    """Detect objects with Ray, write Parquet files, and print how many images succeeded.
 
     Raises:
         click.ClickException: Some images failed. The results of the other images are written.

@@ -160,9 +160,10 @@ class WorkerProcess(Generic[Item, Result]):
         return results
 
     def close(self) -> None:
-        """Wait for in-flight batches, close the engine and end the process. Call `load` first.
+        """Wait for in-flight batches, close the engine and end the process.
 
-        If a batch or the end of the process takes longer than 10 s, the process is killed.
+        `load` must have been called. If a batch or the end of the process takes longer than
+        10 s, the process is killed.
         """
         with contextlib.suppress(queue.Empty, OSError):  # TimeoutError is an OSError
             for _ in range(self.info.concurrency):
