@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 class CallContext(Protocol):
     """Context of one request: the subset of `grpc.aio.ServicerContext` that HTTP supports too.
 
-    Implementations: gRPC's context class, `front_ends.call.ForwardedCall` and
-    `http.call.HttpCall`.
+    Implementations: gRPC's context class, `serving.front_ends.call.ForwardedCall` and
+    `serving.http.call.HttpCall`.
     """
 
     def peer(self) -> str:
@@ -37,7 +37,7 @@ class CallContext(Protocol):
 
 
 class CallOutcome:
-    """Base class of this package's `CallContext` classes. Stores a call's status and callbacks."""
+    """Base class of `ForwardedCall` and `HttpCall`. Stores a call's status and done callbacks."""
 
     def __init__(self) -> None:
         self._code: grpc.StatusCode | None = None

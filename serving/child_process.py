@@ -32,8 +32,8 @@ class ChildProcess:
     """Handle of a Python child process that runs one function.
 
     The parent process logs the child's log records. When the parent ends or is killed, the child
-    ends too. The child blocks SIGINT, SIGTERM and SIGHUP, because Ctrl+C in a terminal
-    reaches the server's child processes too.
+    ends too. The child blocks SIGINT, SIGTERM and SIGHUP, so that only the parent handles them:
+    Ctrl+C in a terminal sends SIGINT to the parent and to its child processes.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ChildProcess:
         """Start the process.
 
         Args:
-            name: Name of the process in messages and, up to 15 characters, in top and ps.
+            name: Name of the process in messages, top and ps. The last two show 15 characters.
             main: Module-level function to run.
             arguments: Arguments of `main`: numbers, strings, None, and lists and tuples of these.
             handles: File descriptors that the process inherits, under the same numbers.
@@ -91,7 +91,7 @@ class ChildProcess:
         self._process.kill()
 
     def _forward_log(self) -> None:
-        """Log the child's log records in this process until the child ends. Then set `exited`."""
+        """Log the child's log records until the child ends. Then set the result of `exited`."""
         try:
             while record := self._log.recv():
                 logger = logging.getLogger(record.name)
@@ -108,7 +108,7 @@ class ChildProcess:
 
 @contextlib.contextmanager
 def _block_stop_signals() -> Iterator[None]:
-    """Within the context, block SIGINT, SIGTERM and SIGHUP. New child processes inherit it."""
+    """Block SIGINT, SIGTERM and SIGHUP in this thread and in child processes that it starts."""
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )
@@ -123,8 +123,8 @@ def attach_to_parent(log_handle: int, level: int, name: str) -> None:
 
     Args:
         log_handle: File descriptor of the connection that carries the log records.
-        level: Minimum level of the log records of the package `serving`.
-        name: Name of the process in top and ps.
+        level: Level number of `logging`. Records of the package `serving` below it are not sent.
+        name: Name of the process in top and ps, which show its first 15 characters.
     """
     name_thread(name)
     log = Connection(log_handle)

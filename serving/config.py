@@ -145,7 +145,8 @@ class ServeConfig(ServeFields):
 
     @property
     def images_per_request(self) -> int:
-        """Maximum number of images per request. Each image needs an admission slot."""
+        """Maximum number of images per request: the smaller of `max_batch` and `queue_size`."""
+        # Each image needs an admission slot, and `queue_size` is the maximum number of slots.
         return min(self.max_batch, self.queue_size)
 
     @model_validator(mode="after")

@@ -121,7 +121,7 @@ ResponseEncoder = Callable[[Detections], Any]
 
 
 class TimedResponse(NamedTuple, Generic[Value]):
-    """Encoded response to the request for one image, with its timing."""
+    """Encoded response for one image, with the timing of the image's processing stages."""
 
     value: Value
     timing: Timing
