@@ -99,7 +99,7 @@ async def abort_on_error(response: Awaitable[T], context: CallContext) -> T:
 
 
 def truncate_message(message: str) -> str:
-    """Shorten a status message to a size that gRPC clients accept; `...` marks the cut."""
+    """Shorten a status message to 2048 bytes in gRPC's percent encoding; `...` marks the cut."""
     if _MAX_BYTES_PER_CHARACTER * len(message) <= _MAX_MESSAGE_BYTES:
         return message
     sizes = map(_encoded_size, message[: _MAX_MESSAGE_BYTES + 1])

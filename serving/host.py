@@ -35,7 +35,7 @@ for index in range(count.value):
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return a text `NAME (driver VERSION)` per NVIDIA GPU. Empty if nvidia-smi does not work."""
+    """Return one `NAME (driver VERSION)` for each NVIDIA GPU, or none if nvidia-smi fails."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(query, capture_output=True, check=True, text=True, timeout=30)
@@ -46,7 +46,7 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def visible_gpus() -> list[str]:
-    """Return a value for CUDA_VISIBLE_DEVICES (such as an index) per GPU that CUDA finds."""
+    """Return the CUDA_VISIBLE_DEVICES entry (index or UUID) of each GPU that CUDA finds."""
     count = len(gpu_bus_ids())
     names = os.environ.get(CUDA_VISIBLE_DEVICES)
     return names.split(",")[:count] if names else [str(index) for index in range(count)]
@@ -84,7 +84,7 @@ def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
 
 
 def name_thread(name: str) -> None:
-    """Set the calling thread's name, up to 15 characters, for top, ps and the benchmarks."""
+    """Set the calling thread's name in top and ps. Linux keeps only the first 15 characters."""
     # Python itself does this only from 3.14 on.
     with contextlib.suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)

@@ -172,7 +172,7 @@ def _detections_with_rles(detections: Detections) -> bytes:
 
 
 def _scores_and_boxes(detections: Detections) -> list[bytes]:
-    """Serialise the fields `score` and `box` of each detection."""
+    """Return the serialised fields `score` and `box`: one bytes object for each detection."""
     records = np.full(len(detections), _SCORE_AND_BOX)
     records["score"], records["corners"]["value"] = detections.scores, detections.boxes
     text, step = records.tobytes(), records.itemsize
@@ -212,7 +212,7 @@ def response_bytes(response: TimedResponse[bytes], request_id: str) -> bytes:
     """Serialise a `DetectResponse` from the output of `encode_detections`.
 
     Args:
-        response: Output of `encode_detections`, with its timing.
+        response: Output of `encode_detections`, with the timing of the image's processing.
         request_id: ID of the request.
 
     Returns:
@@ -226,7 +226,7 @@ def response_bytes(response: TimedResponse[bytes], request_id: str) -> bytes:
 
 
 def stream_response_bytes(response: bytes, request_id: str) -> bytes:
-    """Wrap a serialised `DetectResponse` in a serialised `DetectStreamResponse` with an ID."""
+    """Serialise a `DetectStreamResponse` from a serialised `DetectResponse` and request ID."""
     header = pb.DetectStreamResponse(id=request_id).SerializeToString()
     return b"".join((header, _RESPONSE_TAG, _varint(len(response)), response))
 

@@ -36,11 +36,10 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 def name_call(client_id: str) -> str:
-    """Set the request ID in log records of the current asyncio task. Return this ID.
+    """Set the request ID for log records of the current asyncio task, and return it.
 
     Args:
-        client_id: ID that the client sent for the call. If it is empty or invalid, a random ID is
-            used.
+        client_id: Request ID that the client sent. If it is empty or invalid, a random ID is set.
     """
     call_id = client_id if client_id and _ID.fullmatch(client_id) else token_hex(16)
     request_id.set(call_id)

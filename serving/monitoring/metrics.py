@@ -1,4 +1,4 @@
-"""Request metrics for Prometheus, and request statistics per model name as in Triton."""
+"""Prometheus metrics of requests, and Triton-compatible request statistics for each model name."""
 
 import time
 from collections import Counter, defaultdict
@@ -43,7 +43,7 @@ _Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Values of the label `reason` in this server's and Triton's metrics of failed requests."""
+    """Values of the label `reason` in this project's metric and the Triton metric of failures."""
 
     # For our metric maskrcnn_rejected_total.
     name: str
