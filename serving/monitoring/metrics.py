@@ -229,7 +229,7 @@ class Metrics:
         histograms.batch_size.observe(timing.batch_size)
 
     def count_failure(self, name: str, error: BaseException, elapsed_s: float) -> None:
-        """Count a failed request for the model `name`: its error and its duration in seconds."""
+        """Count a request for the model `name` that failed with `error` after `elapsed_s` s."""
         reason = reason_from_error(error)
         self.statistics[name].count_failure(elapsed_s, reason.triton)
         self._rejected.labels(reason.name).inc()

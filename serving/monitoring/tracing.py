@@ -160,7 +160,7 @@ class OpenTelemetryTracer(Tracer):
 
     @contextmanager
     def image(self) -> Iterator[Callable[[Timing], None]]:
-        """Record a span of the image. The yielded function records a span per stage."""
+        """Record a span of the image. The yielded function adds a child span for each stage."""
         with self._tracer.start_as_current_span("detect") as span:
             yield partial(self._add_stages, span)
 

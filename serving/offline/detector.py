@@ -21,8 +21,8 @@ from .bulk import detect_many
 class Detector:
     """Detector that runs a bundle in this process. Its results equal those of the server.
 
-    `Detector(bundle)(images)` returns the detections of several images. A context manager that
-    releases the model.
+    `Detector(bundle)(images)` returns the detections of several images. In a `with` statement, the
+    model is released at the end of the block.
     """
 
     def __init__(
