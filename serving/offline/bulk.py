@@ -204,7 +204,7 @@ class _BatchQueue:
 
     @property
     def is_due(self) -> bool:
-        """Whether to call `get` now: the oldest image is done, or the read-ahead limit exceeded."""
+        """Whether to call `get` now: the oldest image is done, or `_BATCHES_AHEAD` is exceeded."""
         if len(self._queue) > _BATCHES_AHEAD * self._max_batch:
             return True
         if not self._queue or isinstance(self._queue[0], ImageError):

@@ -248,7 +248,7 @@ def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RayS
 
 @contextlib.contextmanager
 def _translated_storage_errors() -> Iterator[None]:
-    """Replace storage errors without a file name, raised in the context, by a ServingError."""
+    """In the `with` block, convert storage errors that name no file to a ServingError."""
     try:
         yield
     except (OSError, pa.ArrowInvalid) as error:
@@ -278,7 +278,13 @@ def _write_detections(
 def _detections(
     images: StoredImages, detector: dict[str, Any], batch_size: int
 ) -> ray.data.Dataset:
-    """Return a lazy Ray data set of the results. Executing it reads images and detects objects."""
+    """Return a lazy Ray data set with one row of `SCHEMA` per image.
+
+    Args:
+        images: Images to read when the data set is executed.
+        detector: Constructor arguments of `_RayDetector`.
+        batch_size: Number of rows per call of `_RayDetector`.
+    """
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpus = int(resources.get("GPU", 0))
     # The files are not read by Ray's own reader, which skips hidden files and stops at unreadable

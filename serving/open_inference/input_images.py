@@ -189,7 +189,7 @@ def check_contents(tensor: InputTensor, raw: bytes | None) -> None:
 
 
 def pixels_from_tensor(tensor: InputTensor, raw: bytes | None) -> NDArray[np.uint8]:
-    """Return the pixels of a UINT8 or FP32 tensor in the tensor's shape. FP32 values are rounded.
+    """Return the values of a UINT8 or FP32 tensor as uint8 in the tensor's shape. FP32 is rounded.
 
     Args:
         tensor: Tensor that has passed `check_contents`.

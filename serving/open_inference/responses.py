@@ -47,15 +47,15 @@ def output_specs(manifest: Manifest) -> tuple[OutputSpec, ...]:
     """Return the specifications of all output tensors.
 
     B is the number of images, D the model's maximum number of detections per image, and M the side
-    of its square masks. Each image has `num_detections` rows, padded to D rows with zeros or empty
-    strings.
+    of the model's square masks in pixels. Each image has `num_detections` rows, padded to D rows
+    with zeros or empty strings.
 
     - num_detections [B, 1]
     - boxes [B, D, 4] xyxy in pixels of the image after its EXIF rotation
     - scores [B, D] in descending order
     - labels [B, D]; 1 is the first class
     - masks [B, D] COCO RLE (compressed counts) of masks with the size of the rotated image
-    - image_sizes [B, 2] height and width of the rotated image, which COCO RLE needs
+    - image_sizes [B, 2] height and width of the rotated image, needed to decode the COCO RLE
     - mask_probabilities [B, D, M, M] on a regular grid over each box
     - class_names [B, D]
 
@@ -171,7 +171,7 @@ def _dynamic_batching(config: ServeConfig) -> pb.ModelDynamicBatching:
 
 
 def _properties(model: ServedModel) -> dict[str, str]:
-    """Map the names of model properties that have no protocol field to their JSON text."""
+    """Return the model properties without a protocol field: a map from name to JSON text."""
     categories = model.manifest.categories
     properties = {
         "class_names": [category.name for category in categories],  # the first has label 1

@@ -25,7 +25,8 @@ class _Waiter:
 class AdmissionController:
     """Admission slots. Each in-flight image holds one.
 
-    Connections share the slots max-min fairly; deviations are at most the size of one request:
+    Connections share the slots max-min fairly. A connection's number of slots deviates from its
+    fair share by at most the slots of one request:
 
     - While slots are free and no request waits, each request is admitted. A single connection can
       use all slots.
@@ -41,15 +42,15 @@ class AdmissionController:
 
     `capacity` and `max_wait_s` are constructor arguments. If the server, at its recent service
     rate, cannot compute `capacity` images within `max_wait_s`, the number of slots is reduced.
-    Images that would wait longer are then rejected immediately. Batches are also formed fairly
-    between connections, so requests within the fair share are computed within `max_wait_s`.
+    Images that would wait longer than `max_wait_s` are then rejected. Batches are also formed
+    fairly between connections, so requests within the fair share are computed within `max_wait_s`.
     """
 
     def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:
         """Create a controller with all slots free.
 
         Args:
-            capacity: Maximum number of slots, and also of waiting requests.
+            capacity: Maximum number of slots. Equally many requests may wait for slots.
             max_wait_s: Maximum estimated queue time of an image in seconds.
             min_capacity: Minimum number of slots, however low the service rate is.
         """
