@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class BatchResult(NamedTuple, Generic[Result]):
-    """Engine's result for one image, with its queue time and its batch's duration and size."""
+    """Result of one image: engine output, queue time, and the batch's duration and size."""
 
     value: Result
     # Seconds from the item's arrival to the start of its batch.

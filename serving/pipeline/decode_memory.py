@@ -19,11 +19,11 @@ _PARTS_OF_BUDGET = 4
 class DecodeMemory:
     """Budget of host memory for decoding images.
 
-    A quarter of the budget is set aside for small images. They need at most `small` bytes, and each
-    thread has `small` bytes set aside, so small images never wait. Larger images reserve memory
-    from the remaining three quarters and wait if too little is free. Connections get memory in
-    round-robin order. If the next image in this order does not fit, the images behind it wait too,
-    so large images are not delayed forever.
+    A quarter of the budget is set aside: an equal part, `small` bytes, for each thread. Images that
+    need at most `small` bytes use their thread's part and never wait for memory. Larger images
+    reserve memory from the remaining three quarters and wait if too little is free. Connections get
+    memory in round-robin order. If the next image in this order does not fit, the images behind it
+    wait too, so large images are not delayed forever.
 
     Call the methods from one event loop only.
     """

@@ -1,4 +1,4 @@
-"""Repository of the served models, with one pipeline per model, and shared resources."""
+"""Repository of the served models: one pipeline per model, and resources that all models share."""
 
 import asyncio
 import contextlib
@@ -162,7 +162,7 @@ class ModelRepository:
         raise failures[0]
 
     def close(self) -> None:
-        """End the threads and close the models."""
+        """Close the thread pool that all models share, then the models."""
         self.resources.threads.close()
         for pipeline in self.pipelines:
             pipeline.model.close()
