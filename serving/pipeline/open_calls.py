@@ -11,13 +11,13 @@ _CALLS_PER_FREE_CALL = 8
 class OpenCalls:
     """Counter of the open calls of each connection, with a limit.
 
-    The server accepts at most `limit` open calls. If F more calls can be opened, each connection
-    may have up to 8 * F open calls (dynamic thresholds; Choudhury and Hahne, 1998). A single
-    connection can thus open about 8/9 of `limit`, because F is then 1/9 of `limit`. If a second
-    connection opens calls, F falls, and the first connection cannot open new calls until enough of
-    its calls have ended. Each of the two connections can then have about 8/17 of `limit`. A call
-    beyond the limit is rejected immediately. It does not wait, because calls can stay open for
-    hours.
+    The server accepts at most `limit` open calls in total. If it can accept F more calls, each
+    connection may have up to 8 * F open calls (dynamic thresholds; Choudhury and Hahne, 1998). A
+    single connection can thus open about 8/9 of `limit`, because F is then 1/9 of `limit`. If a
+    second connection opens calls, F falls, and the first connection cannot open new calls until
+    enough of its calls have ended. Each of the two connections can then have about 8/17 of `limit`.
+    A call that exceeds the total or the connection's limit is rejected immediately. It does not
+    wait, because calls can stay open for hours.
     """
 
     def __init__(self, limit: int) -> None:

@@ -162,9 +162,9 @@ class Pipeline:
     ) -> None:
         """Report the image's service time to admission control.
 
-        The service time is the longer of two times: the duration of the batch, divided by the
-        number of images in all concurrent batches, and the image's decode and encode time, divided
-        by the number of threads.
+        The service time is the longer of two times. The first is the batch's duration, divided by
+        the batch size and by the number of batches that the workers can have in flight. The second
+        is the image's decode and encode time, divided by the size of the thread pool.
         """
         infer_s = result.infer_s / result.batch_size / batcher.concurrency
         host_s = (decoded.elapsed_s + encoded.elapsed_s) / self.threads.size

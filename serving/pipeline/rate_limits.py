@@ -49,8 +49,8 @@ class RateLimits:
         """Take the tokens of one request with `images` images from the client's buckets.
 
         The client is the value of the context variable `current_client`. A request with more images
-        than the bucket's capacity is accepted if the bucket is full. The bucket's balance then
-        becomes negative, which delays the client's next requests.
+        than the capacity of the image bucket is accepted if this bucket is full. The bucket's
+        balance then becomes negative, which delays the client's next requests.
 
         Raises:
             RateLimitError: the client has exceeded its limit of requests or images per second.
@@ -80,7 +80,8 @@ class RateLimits:
     def _forget(self, now: float) -> None:
         """If there are more than `_MAX_CLIENTS` clients, drop those that have been idle longest.
 
-        Stop at the first client that has, at time `now`, a bucket that is not full.
+        Stop at the first client that has, at time `now`, a bucket that is not full: if dropped, it
+        would get a full bucket with its next request.
         """
         while len(self._clients) > _MAX_CLIENTS:
             client, (before, balances) = next(iter(self._clients.items()))

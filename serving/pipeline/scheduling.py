@@ -79,7 +79,7 @@ class Schedule(Generic[T]):
         self._virtual_time = 0
 
     def __iter__(self) -> Iterator[Ticket[T]]:
-        """Iterate over the tickets of all queued items. Safe to call from other threads."""
+        """Iterate over the tickets of all queued items. Can be called from any thread."""
         return (ticket for queue in tuple(self._queues.values()) for ticket in tuple(queue))
 
     def add(

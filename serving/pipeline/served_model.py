@@ -43,7 +43,7 @@ class ModelSource(NamedTuple):
         """Return a source with a definite version.
 
         If `version` is set, return this source. If it is None, return a source for the newest
-        version: its subfolder of `bundle`, and its number as `version`.
+        version V: `bundle` is then the subfolder V, and `version` is V.
 
         Raises:
             BundleError: `bundle` has no subfolder with a version.
@@ -162,7 +162,7 @@ class ServedModel:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Count a request that uses the model within the `with` block, so that it stays open.
+        """Count a user of the model within the `with` block, so that the model is not closed.
 
         Raises:
             UnloadedError: the model is unloaded.
@@ -183,15 +183,16 @@ class ServedModel:
                 self._unused.set()
 
     async def unused(self) -> None:
-        """Wait until no request is in the `use` context."""
+        """Wait until no request is within a `with` block of `use`."""
         await self._unused.wait()
 
     async def warm_up(self) -> float:
         """Warm up all precisions. Requests that arrive meanwhile are queued.
 
         Returns:
-            On a CPU, seconds per image in the slowest precision, with all workers busy. On a GPU, 0
-            (no estimate), because the warm-up's duration includes compilation.
+            Estimated service time in seconds per image. On a CPU, it is that of the slowest
+            precision with all workers busy. On a GPU, it is 0 (no estimate), because the warm-up's
+            duration includes compilation.
         """
         image_s = 0.0
         for batcher in self.batchers.values():

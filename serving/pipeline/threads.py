@@ -14,7 +14,7 @@ from ..host import name_thread
 
 
 class TimedResult(NamedTuple, Generic[Value]):
-    """Return value of a function call, with the call's duration and its wait for a thread."""
+    """Return value of a function call, the call's duration, and the wait for a free thread."""
 
     value: Value
     # Duration of the call in seconds.
