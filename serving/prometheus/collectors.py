@@ -172,7 +172,7 @@ def _family(
 
 
 class LoopLag:
-    """Measurement of the event loop's lag: the delay with which it wakes tasks."""
+    """Measurement of the event loop's lag: the delay of tasks that `asyncio.sleep` should wake."""
 
     def __init__(self) -> None:
         # Latest measurement, in seconds.
@@ -232,7 +232,7 @@ class GpuCollector(Collector):
         return gpu_bus_ids()
 
     def _read_gpus(self) -> dict[str, dict[str, float]]:
-        """Return a dict by GPU UUID, whose values are dicts of metric values by metric name."""
+        """Return a dict from GPU UUID to the GPU's metrics, a dict from metric name to value."""
         gpus = {}
         with _skip_errors("no GPU"), _open_nvml():
             for bus_id in self._bus_ids:

@@ -65,7 +65,7 @@ class _ErrorLog(io.StringIO):
     """Stream to which wsgiref writes the traceback of a failed request."""
 
     def flush(self) -> None:
-        """Log the text written so far."""
+        """Log, as an error, the text that wsgiref has written to this stream."""
         _log.error("cannot collect the metrics\n%s", self.getvalue())
 
 

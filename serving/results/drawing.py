@@ -116,9 +116,9 @@ def _draw_label(
     colour: Colour,
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
 ) -> None:
-    """Write a text on a filled box above `corner` (x, y in pixels).
+    """Draw a filled box and write a text on it. The box's lower left is `corner` (x, y in pixels).
 
-    The box is shifted so that it lies within the canvas, whose width and height are `size`.
+    The box is shifted if it would exceed the canvas. `size` is the canvas's width and height.
     """
     _, _, right, bottom = draw.textbbox((2, 2), text, font=font)
     width, height = right + 2, bottom + 2

@@ -34,9 +34,9 @@ _OTHER_SUFFIXES = frozenset({".avif", ".gif", ".heic", ".heif", ".jp2", ".jxl"})
 def image_files(sources: Sequence[Path]) -> list[Path]:
     """Return all files among `sources`, and the image files in all folders among `sources`.
 
-    A file among `sources` may have any suffix. In folders, subfolders are not searched, and files
-    are skipped unless their suffix is in `IMAGE_FILE_SUFFIXES`. Messages on standard error name
-    skipped images in unsupported formats, and folders with images only in subfolders.
+    A file among `sources` may have any suffix. In folders, only files with a suffix in
+    `IMAGE_FILE_SUFFIXES` are used, and subfolders are not searched. Messages on standard error name
+    the skipped images in unsupported formats, and each folder whose only images are in subfolders.
 
     Raises:
         click.UsageError: There are no images, or two images would have the same COCO image ID.
@@ -75,7 +75,7 @@ def _report_skipped(names: Sequence[str]) -> None:
 
 
 def _report_nested(folder: Path) -> None:
-    """If subfolders contain images, warn that these are not read, with the path of one image."""
+    """If subfolders contain images, warn that the images are not read, and name one of them."""
     path = next(filter(is_image_file, folder.rglob("*")), None)
     if path is not None:
         click.echo(f"{folder}: images in subfolders, such as {path}, are not read", err=True)
@@ -168,7 +168,7 @@ class _Report:
         self._detections = 0
 
     def add(self, path: Path, outcome: Detections | Exception) -> str:
-        """Write the detections of an image. Return an error message, or "" if all is written."""
+        """Write an image's detections. Return the message of the image's error, or "" if none."""
         self._done += 1
         if not isinstance(outcome, Detections):
             return _failure_message(outcome)
@@ -193,7 +193,7 @@ class _Report:
         return ""
 
     def finish(self) -> None:
-        """Write the COCO results and print the totals, unless all images failed.
+        """Write the COCO results and print the totals. If no image has succeeded, do neither.
 
         If the run ended early, first print the number of images that were processed.
         """

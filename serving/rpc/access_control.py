@@ -135,10 +135,10 @@ class AccessPolicy:
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
-    """gRPC interceptor that rejects unauthorized and excess calls before it reads their messages.
+    """gRPC interceptor that rejects unauthorized and excess calls without reading their messages.
 
-    It also reads, validates and parses the request messages (see `message_reader`). Rejected calls
-    are counted in the metrics.
+    For accepted calls, the interceptor reads, validates and parses the request messages (see
+    `message_reader`). Rejected calls are counted in the metrics.
     """
 
     def __init__(self, policy: AccessPolicy, config: ServeConfig, models: ModelRepository) -> None:
