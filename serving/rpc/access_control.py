@@ -142,7 +142,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     """
 
     def __init__(self, policy: AccessPolicy, config: ServeConfig, models: ModelRepository) -> None:
-        """Create the interceptor. `config.queue_size` limits the waits for request messages.
+        """Create the interceptor.
+
+        `config.queue_size` limits the number of calls that wait for a request message.
 
         Args:
             policy: Authorization rules.
@@ -162,7 +164,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._public_calls = Counter[str]()
 
     def stop(self) -> None:
-        """Stop waiting for request messages: of public methods now, of other methods after 2 s."""
+        """Stop waiting for request messages: now in public calls, after 2 s in all other calls."""
         self._public_messages.stop()
         asyncio.get_running_loop().call_later(_LAST_MESSAGES_S, self._messages.stop)
 
@@ -194,7 +196,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return adapt(checked, None, handler.response_serializer)
 
     def pending_messages(self, method: str) -> PendingMessages:
-        """Return the limiter of the calls of `method` that wait for their request message."""
+        """Return the `PendingMessages` in which a call of `method` waits for request messages."""
         return self._public_messages if is_public(method) else self._messages
 
     async def run(
@@ -225,7 +227,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._models.resources.telemetry.reject_call(method, peer, error)
 
     async def _admit(self, method: str, context: CallContext) -> None:
-        """Count a call as open until it ends. Abort detection calls that admission control rejects.
+        """Count a call as open until it ends.
+
+        If it is a detection call and admission control rejects it, abort it.
 
         Raises:
             QueueFullError: too many calls are open.

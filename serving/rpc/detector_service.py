@@ -114,9 +114,12 @@ class DetectorService:
             admission: Context manager that holds an admission slot. None: acquire a slot from the
                 model's `AdmissionController`.
             finish: Function that converts the encoder's result to the value to return. It runs in a
-                thread of this process. Its duration and its wait for the thread count as encoding
-                time. None: return the encoder's result.
+                thread of this process. The wait for the thread and the run count as encoding time.
+                None: return the encoder's result.
             finish_memory: Peak memory of `finish` in bytes per pixel of the image.
+
+        Returns:
+            Result of `finish`, or of `encoder` if `finish` is None, with the image's timing.
 
         Raises:
             InvalidRequestError: an option is out of range.

@@ -214,10 +214,10 @@ def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, 
 
 
 def allowed_connections(wanted: int, ports: int) -> int:
-    """Return the number of connections per port: `wanted`, or fewer if open files are limited.
+    """Return how many connections per port the limit on open files allows, up to `wanted`.
 
-    First, the process's soft limit on open files is raised as far as needed and allowed. Front-end
-    processes inherit the raised limit.
+    First, the soft limit on the process's open files is raised as far as needed, up to the hard
+    limit. Front-end processes inherit the raised limit.
 
     Args:
         wanted: Maximum number of connections per port in the server's settings.
