@@ -262,8 +262,8 @@ def _walk(
 ) -> Iterator[tuple[str, _Field]]:
     """Yield a pair `(path, field)` per field in `message[start:end]`, including nested messages.
 
-    `path` is `prefix` plus the field's dotted name if the field is a string or contains packed
-    integers. Protobuf parses these element by element. For all other fields, `path` is empty.
+    `path` is `prefix` plus the field's name if the field is a string or contains packed integers:
+    protobuf parses strings and packed integers one by one. For all other fields, `path` is empty.
     `kind` is the message type.
     """
     for field in _fields(message, start, end):

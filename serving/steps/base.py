@@ -130,7 +130,7 @@ class Engine(Protocol[Item, Result]):
         """Properties of the engine."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Compute batches of up to `max_batch` images, for each input size of the model.
+        """Compute test batches of up to `max_batch` images, for each input size of the model.
 
         The first requests then need not wait for compilation or memory allocation.
         """
@@ -152,6 +152,6 @@ class EngineLoader(Protocol[Item, Result]):
         """Load the engine.
 
         Raises:
-            BundleError: the bundle is damaged or lacks the precision.
-            BackendError: the backend does not run on this machine or with this batch size.
+            BundleError: the bundle is damaged or lacks the loader's precision.
+            BackendError: the backend does not run on this machine or with the loader's batch size.
         """

@@ -1,4 +1,4 @@
-"""Types of the batches between GPU steps, with CUDA events for their order and timing."""
+"""Types of the batches between GPU steps, with CUDA events that order and time the steps."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class ReadBatch(NamedTuple):
 
 
 class DecodedBatch(NamedTuple):
-    """Batch after decoding: images to which the EXIF rotation is applied."""
+    """Batch after decoding: images that are already rotated according to their EXIF data."""
 
     requests: Sequence[ImageRequest]
     # For each request, the image [3, h, w] after its EXIF rotation: uint8 in source size on the

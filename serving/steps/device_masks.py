@@ -31,8 +31,8 @@ def scales_and_limits(
         source_sizes: [B, 2], height and width of the source images.
 
     Returns:
-        [2, B, 1, 4] float32. Index 0: factor for each coordinate of an xyxy box. Index 1: upper
-        limit of each coordinate in pixels of the source image.
+        [2, B, 1, 4] float32. Element [0]: factor for each coordinate of an xyxy box. Element [1]:
+        upper limit of each coordinate in pixels of the source image.
     """
     # In NumPy, because torch would launch ten kernels on the GPU.
     corners, limits = (
