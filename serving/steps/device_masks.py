@@ -90,8 +90,8 @@ def encode_masks(masks: MaskBatch, run_capacity: int, capacity: int) -> EncodedM
         capacity: Buffer size in RLE characters per mask.
 
     Returns:
-        The encoded masks. If a mask exceeds a buffer, its RLE is invalid until `selected_rles`
-        encodes it again.
+        The encoded masks. The RLE of a mask that exceeds a buffer is invalid here; `selected_rles`
+        encodes this mask again.
     """
     images, depth = masks.boxes.shape[:2]
     runs, num_runs = paste_rle(

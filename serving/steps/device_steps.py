@@ -156,7 +156,11 @@ class DeviceSteps:
             )
 
     def _padded(self, batch: DecodedBatch) -> Tensor:
-        """Return the images, resized and padded to [B, 3, H, W]. Invalid images are black."""
+        """Return the images on the device, resized and padded to the input size H x W.
+
+        The result is [B, 3, H, W]: float32 if the resize rule is `torchvision`, else uint8. Invalid
+        images are black.
+        """
         empty = torch.empty(3, 0, 0, dtype=torch.uint8)
         images = [empty if isinstance(own, ImageError) else own for own in batch.pixels]
         for image in images:

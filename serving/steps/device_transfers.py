@@ -61,7 +61,7 @@ class StreamEvent:
 
 
 def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Queue a copy of an array to the device in the current stream."""
+    """Return an array as a tensor on `device`. The current stream copies it asynchronously."""
     host = torch.from_numpy(array)
     if device.type == "cuda":
         host = host.pin_memory()

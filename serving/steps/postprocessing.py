@@ -76,7 +76,7 @@ def detections_from_outputs(
 
 
 def kept_rows(scores: NDArray[np.float32], options: DetectionOptions) -> NDArray[np.intp]:
-    """Return indices of the detections that `options` select from descending `scores` [N]."""
+    """Return the indices of the detections that `options` select. `scores` [N] are descending."""
     return np.flatnonzero(scores > options.score_threshold)[: options.max_detections]
 
 
@@ -134,7 +134,7 @@ def detections_from_rows(
 
 
 def _source_boxes(boxes: NDArray[np.float32], image: ResizedImage) -> NDArray[np.float32]:
-    """Scale boxes [N, 4] from the resized image to the source image, and clip them to it.
+    """Scale boxes [N, 4] xyxy from the resized to the source image. Clip them to the source image.
 
     As in torchvision, x and y are scaled by separate factors.
     """

@@ -64,7 +64,9 @@ def plan_image(
     max_pixels: int,
     apply_orientation: bool,
 ) -> PlannedImage:
-    """Read an image's header. Choose its resized size and the smallest input size that holds it.
+    """Read an image's header, and choose the preprocessing parameters of the image.
+
+    They are its size after resizing, and the smallest input size that holds the resized image.
 
     Args:
         source: Encoded image, or pixels [H, W, 3] RGB.
