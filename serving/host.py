@@ -35,7 +35,7 @@ for index in range(count.value):
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return one `NAME (driver VERSION)` for each NVIDIA GPU, or none if nvidia-smi fails."""
+    """Return one text `NAME (driver VERSION)` for each NVIDIA GPU, or none if nvidia-smi fails."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(query, capture_output=True, check=True, text=True, timeout=30)

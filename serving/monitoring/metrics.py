@@ -43,7 +43,7 @@ _Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Values of the label `reason` in this project's metric and the Triton metric of failures."""
+    """Values of the label `reason`: one for our metric of failed requests, one for Triton's."""
 
     # For our metric maskrcnn_rejected_total.
     name: str

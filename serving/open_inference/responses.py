@@ -47,8 +47,8 @@ def output_specs(manifest: Manifest) -> tuple[OutputSpec, ...]:
     """Return the specifications of all output tensors.
 
     B is the number of images, D the model's maximum number of detections per image, and M the side
-    of the model's square masks in pixels. Each image has `num_detections` rows, padded to D rows
-    with zeros or empty strings.
+    of the model's square masks. Each image has `num_detections` rows, padded to D rows with zeros
+    or empty strings.
 
     - num_detections [B, 1]
     - boxes [B, D, 4] xyxy in pixels of the image after its EXIF rotation

@@ -25,8 +25,8 @@ class _Waiter:
 class AdmissionController:
     """Admission slots. Each in-flight image holds one.
 
-    Connections share the slots max-min fairly. A connection's number of slots deviates from its
-    fair share by at most the slots of one request:
+    Connections share the slots max-min fairly, except for deviations of at most the number of slots
+    that one request needs:
 
     - While slots are free and no request waits, each request is admitted. A single connection can
       use all slots.
@@ -42,8 +42,9 @@ class AdmissionController:
 
     `capacity` and `max_wait_s` are constructor arguments. If the server, at its recent service
     rate, cannot compute `capacity` images within `max_wait_s`, the number of slots is reduced.
-    Images that would wait longer than `max_wait_s` are then rejected. Batches are also formed
-    fairly between connections, so requests within the fair share are computed within `max_wait_s`.
+    Images that would wait longer than `max_wait_s` are then rejected immediately. Batches are also
+    formed fairly between connections, so requests within the fair share are computed within
+    `max_wait_s`.
     """
 
     def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:

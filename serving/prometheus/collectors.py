@@ -172,7 +172,7 @@ def _family(
 
 
 class LoopLag:
-    """Measurement of the event loop's lag: the delay of tasks that `asyncio.sleep` should wake."""
+    """Measurement of the event loop's lag: the delay with which `asyncio.sleep` wakes a task."""
 
     def __init__(self) -> None:
         # Latest measurement, in seconds.

@@ -61,7 +61,7 @@ class StreamEvent:
 
 
 def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array as a tensor on `device`. The current stream copies it asynchronously."""
+    """Return an array as a tensor on `device`. On a GPU, the current stream copies it later."""
     host = torch.from_numpy(array)
     if device.type == "cuda":
         host = host.pin_memory()
