@@ -111,9 +111,9 @@ def train(
 
 
 def _warn_of_late_steps(solver: "SolverConfig") -> None:
-    """Print a warning if the learning rate never decreases.
+    """Print a warning if the run ends before the smallest iteration in `solver.steps`.
 
-    This is so if the run ends before the first iteration of the list `solver.steps`.
+    The learning rate then never decreases.
     """
     length = solver.max_iterations
     if solver.epochs is not None or solver.schedule != "steps" or not solver.steps:

@@ -37,7 +37,7 @@ class CompiledLosses:
         graphs: bool = False,
         required: bool = True,
     ) -> None:
-        """Prepare the compilation. Compile in the first call with each shape of the image batch.
+        """Prepare the compilation, which runs in the first call with each shape of `images`.
 
         Args:
             model: Model to train.
@@ -65,7 +65,7 @@ class CompiledLosses:
     def __call__(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return sums and counts of a batch's five losses. Arguments: see `MaskRCNN.losses`.
+        """Return the result of `MaskRCNN.losses`, which describes the arguments.
 
         Raises:
             ConfigError: torch cannot compile on this machine, and the argument `required` of the

@@ -22,7 +22,7 @@ CONFIG_FILE = "config.yaml"
 
 
 class ConfigError(Exception):
-    """Invalid configuration: unknown key, invalid value, or value that does not fit the run."""
+    """Invalid configuration: unknown key, invalid value, or conflict with data set or machine."""
 
 
 class DatasetConfig(FrozenConfig):

@@ -64,7 +64,7 @@ def instance_from_annotation(
         label_by_category: Label (1 is the first class) by category id.
 
     Returns:
-        The instance, and the reasons for which the entry was repaired.
+        The instance, and one text for each repair of the entry. The text states the reason.
 
     Raises:
         InvalidAnnotationError: The category, box or segmentation is invalid.
@@ -111,7 +111,7 @@ def coco_from_segmentation(segmentation: Segmentation) -> list[list[float]] | di
 def _segmentation_from(
     annotation: Mapping[str, Any], height: int, width: int, limit: float
 ) -> tuple[Segmentation, bool]:
-    """Return an annotation's segmentation, and whether all its polygons are valid.
+    """Return an annotation's segmentation, and whether all its polygons are valid (RLE: True).
 
     `limit` is the largest valid absolute value of a coordinate, in pixels.
 

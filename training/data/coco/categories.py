@@ -16,8 +16,7 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
         known: Classes of the model.
 
     Raises:
-        ConfigError: A category id of the data set does not exist in the model, or it has another
-            name there.
+        ConfigError: The model lacks a category id of the data set, or has another name for it.
     """
     names = {category.id: category.name for category in known}
     for id_, name in ((category.id, category.name) for category in dataset.categories):
