@@ -83,14 +83,15 @@ class CocoDataset:
 
         Args:
             config: Paths of the image folder and the annotation file.
-            on_broken: "skip": leave out invalid entries, and log a warning with their number.
+            on_broken: "skip": leave out invalid entries, and log a warning with their count.
                 "refuse": raise `DataError` if there are any. An image whose file is missing is an
                 invalid entry.
-            source: Converted annotations, if the file is not in COCO format. None: read the file.
+            source: Converted annotations, used instead of the annotation file if that file is
+                not in COCO format. None: read the annotation file.
 
         Raises:
-            DataError: The folder or file is missing, the file is not in COCO format, it has no
-                valid image, or, with "refuse", an entry is invalid.
+            DataError: The image folder or the annotation file is missing, the file is not in COCO
+                format, it has no valid image, or, with "refuse", an entry is invalid.
         """
         self.name = str(config.annotations)
         if not config.images.is_dir():

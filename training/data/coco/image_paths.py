@@ -22,10 +22,10 @@ class ImagePaths(NamedTuple):
 
 
 def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
-    """Find the files of an image folder that a COCO file lists.
+    """Find the image files that a COCO file lists, in an image folder.
 
-    If a file is not at the listed path, a file of the same name in any subfolder is used, unless
-    several files, or several entries of the list, have this name.
+    If a file is not at its listed path, a file of the same name (last path component) at any depth
+    of the folder is used. If several files or several listed paths have this name, none is used.
 
     Args:
         folder: Image folder.

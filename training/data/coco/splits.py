@@ -29,12 +29,12 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
 
     1. Subfolders of `folder` and of `folder/images` whose name is the end of the split's name
        (`val2014/` for `minival2014`), longest name first.
-    2. `folder/images`.
+    2. `folder/images`, unless a subfolder of it belongs to another split.
     3. `folder`.
-    4. All other subfolders, except those of another split.
+    4. All other subfolders of `folder` and of `folder/images`, except those of another split.
 
-    If none contains an image of the split, the first folder of group 1, else `folder/images`, is
-    chosen. Splits without an image folder are skipped with a warning.
+    If none contains an image of the split, the first folder of groups 1 and 2 is chosen. Splits
+    without an image folder are skipped with a warning.
 
     Raises:
         DataError: There is no annotation file, or no split has an image folder.
@@ -119,10 +119,10 @@ def _is_named(place: Path, split: str) -> bool:
 
 
 def _lists_other_images(place: Path, names: Sequence[str], by_split: Mapping[str, Path]) -> bool:
-    """Whether a folder belongs to another split, although it has files with the given names.
+    """Whether a folder belongs to another split, although it contains image files named `names`.
 
-    This is so if a split in `by_split` has the folder's name, and its annotation file lists one of
-    `names`.
+    True: the folder is named after a split in `by_split`, and the annotation file of that split
+    lists a file of `names`.
     """
     owners = (file for split, file in by_split.items() if _is_named(place, split))
     return any(not set(names).isdisjoint(_file_names(file)) for file in owners)

@@ -7,7 +7,9 @@ from .dataset import CocoDataset, DataError, ImageRecord
 
 
 def load_training_set(config: DataConfig) -> CocoDataset:
-    """Read `data.train` and `data.extra_train` into one data set, with the labels of `data.train`.
+    """Read `data.train` and `data.extra_train` into one data set.
+
+    The class labels of all objects are those of `data.train`.
 
     Raises:
         DataError: A set is missing or invalid, or has a category that `data.train` lacks.

@@ -96,7 +96,10 @@ def _image_from(source: Path) -> ConvertedImage:
 
 
 def _object_from(value: int) -> LabelledObject | None:
-    """Return class and crowd flag of a pixel value of `gtFine`. None: not a benchmark class."""
+    """Return category id and crowd flag of a pixel value in `*_gtFine_instanceIds.png`.
+
+    None: the class does not belong to the instance segmentation benchmark.
+    """
     is_crowd = value < _IDS_PER_CLASS
     category_id = value if is_crowd else value // _IDS_PER_CLASS
     if category_id not in _ID_BY_NAME.values():
@@ -105,7 +108,10 @@ def _object_from(value: int) -> LabelledObject | None:
 
 
 def _draw_polygons(path: Path) -> NDArray[np.int64]:
-    """Rasterize a polygon file to instance ids `[H, W]`. Later polygons cover earlier ones."""
+    """Rasterize a polygon file to `[H, W]`, with pixel values as in `*_gtFine_instanceIds.png`.
+
+    Later polygons cover earlier ones.
+    """
     try:
         frame = _Frame.model_validate_json(path.read_bytes())
     except ValidationError as error:
