@@ -62,7 +62,7 @@ def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
     Labels become classes in alphabetical order.
 
     Raises:
-        DataError: No file has a shape with a label and of a type with an area, such as `polygon`.
+        DataError: No file has a labelled shape that encloses an area, such as a `polygon`.
     """
     parsed: dict[Path, _LabelmeFile | str] = {path: _parsed(path) for path in files}
     files_read = (file for file in parsed.values() if not isinstance(file, str))

@@ -102,9 +102,10 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
 
 
 def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:
-    """Whether the box in `boxes` that overlaps an annotation most is marked as difficult.
+    """Whether an annotated object is marked as difficult in the XML file that contains `boxes`.
 
-    Only boxes of the annotation's class are compared. False if the IoU is below `_MATCH_IOU`.
+    The mark is that of the box of the same class with the highest IoU with the annotation's box.
+    False: this IoU is below `_MATCH_IOU`, or no box has this class.
     """
     name = CATEGORIES[annotation["category_id"] - 1].name
     same_class = [box for box in boxes if box.name == name]

@@ -111,7 +111,7 @@ def _source_splits(
 
 
 def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Path, Path]) -> None:
-    """If images of a split have no label file, log a warning with their number.
+    """If images of a split have no label file, log a warning with the number of these images.
 
     Raises:
         DataError: No image of the split `train` has a label file.
@@ -179,12 +179,12 @@ def _categories_from(names: Any, file: Path) -> tuple[Category, ...]:
 def _convert(
     image: Path, labels: Mapping[Path, Path], folder: Path, known: set[int]
 ) -> ConvertedImage:
-    """Read the labels of an image.
+    """Return an image with the annotations from its label file. Invalid lines become faults.
 
     Args:
         image: Image file.
         labels: Label file by image file. An image without an entry has no objects.
-        folder: Folder to which the paths in faults are relative.
+        folder: Base folder of the relative paths that name invalid lines and images.
         known: Valid class numbers.
 
     Raises:
