@@ -29,8 +29,9 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 
     Args:
         content: The data set.
-        shares: Share of the images by name of the part, such as `val`. The part `train` gets the
-            remaining images. If there are enough annotated images, each part gets at least one.
+        shares: Share of the images, 0 to 1, by name of the part, such as `val`. The part `train`
+            gets the remaining images. If there are at least as many annotated images as parts,
+            each part gets at least one of them.
 
     Returns:
         Content by name of the part, with `train` first.
@@ -57,7 +58,7 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 
 
 def repeated_classes(content: Content) -> dict[str, list[int | str | None]]:
-    """Return the ids of each class name that several categories of one data set have."""
+    """Return the names that several categories of a data set share, with these categories' ids."""
     ids: dict[str, list[int | str | None]] = defaultdict(list)
     for category in content["categories"]:
         ids[str(category.get("name"))].append(id_from(category.get("id")))

@@ -18,7 +18,9 @@ from .sample_grid import GridSample
 def augmented_samples(
     dataset: CocoDataset, config: DataConfig, count: int, seed: int
 ) -> list[GridSample]:
-    """Choose random images, and resize and augment them as in training. Skip unreadable images.
+    """Return random images with their objects, resized and augmented as in training.
+
+    Unreadable images are replaced by others.
 
     Args:
         dataset: Training images.
