@@ -57,10 +57,10 @@ class Augmentation:
         )
 
     def min_size(self, min_size: int) -> int:
-        """Return the shorter side to resize an image to.
+        """Return the shorter side in pixels to resize an image to.
 
-        This is `min_size`, or a random one of the sizes of the transform `RandomShortestSize` if
-        this transform is applied.
+        This is `min_size` or, with the probability of the transform `RandomShortestSize`, a random
+        one of its sizes.
         """
         if isinstance(self._resize, RandomShortestSizeConfig) and _happens(self._resize):
             sizes = self._resize.min_size
@@ -68,9 +68,9 @@ class Augmentation:
         return min_size
 
     def input_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the height and width to resize an image to.
+        """Return the height and width in pixels to resize an image to.
 
-        This is `size`, times a random factor if `ScaleJitter` is applied.
+        This is `size` or, with the probability of `ScaleJitter`, `size` times a random factor.
         """
         if not isinstance(self._resize, ScaleJitterConfig) or not _happens(self._resize):
             return size
@@ -85,10 +85,10 @@ class Augmentation:
     def transform(self, sample: Sample, limits: tuple[int, int]) -> Sample:
         """Apply the transforms other than resizing and copy-paste to a resized sample.
 
-        If a transform changes the outlines of masks (attribute `changes_outlines`), the sample must
-        have masks of the whole image. The sample is then cropped to at most the height and width
-        `limits`, its boxes are computed from the masks, and objects without a visible pixel are
-        dropped. Otherwise, `limits` is not used.
+        If `changes_outlines` is True, the sample must have masks of the whole image. The result is
+        cropped to at most the height and width `limits`, its boxes are computed from the masks, and
+        objects without a visible pixel are dropped. If `changes_outlines` is False, `limits` is not
+        used.
         """
         height, width = sample.size
         pixels = torch.from_numpy(np.ascontiguousarray(_pixels_of(sample).transpose(2, 0, 1)))
@@ -159,7 +159,7 @@ def _pixels_of(sample: Sample) -> NDArray[Any]:
 
 
 def _without_hidden(sample: Sample) -> Sample:
-    """Drop a sample's objects without a visible pixel, and compute the boxes from the masks."""
+    """Drop a sample's objects with an empty mask. Replace all boxes by the extents of the masks."""
     visible = sample.masks.any(axis=(1, 2))
     masks = sample.masks[visible]
     boxes: NDArray[np.float32] = masks_to_boxes(torch.from_numpy(masks)).numpy()

@@ -51,7 +51,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
             dataset: Data set that contains the images.
             config: Section `data` of the configuration.
             seed: Seed from which the random flips and the `seed` of each `Sample` are derived.
-            training: True: return batches with ground truth, augmented at random. False: return
+            training: True: read batches with ground truth, augmented at random. False: read
                 batches of all images, without ground truth and augmentation.
             mask_crop_size: Side in pixels of ground-truth masks cropped to their boxes. None: masks
                 have the size of the input.
@@ -227,10 +227,11 @@ def _masks_of(
     target: tuple[int, int],
     side: int | None,
 ) -> NDArray[np.uint8]:
-    """Return the masks [n, h, w] of n objects. Each mask covers the whole image.
+    """Return the masks of n objects.
 
-    If `side` is not None, return masks [n, side, side]. Each covers the object's box in `regions`.
-    `source` is (height, width) of the original image, and `target` is (h, w) of the resized image.
+    If `side` is None, the masks are [n, h, w], and each covers the whole image. Otherwise, they are
+    [n, side, side], and each covers the object's box in `regions`. `source` is (height, width) of
+    the original image, and `target` is (h, w) of the resized image.
     """
     shape = (side, side) if side else target
     masks = np.zeros((len(objects), *shape), np.uint8)
