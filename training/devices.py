@@ -41,7 +41,7 @@ def number_of_processes(device: Device, processes: int | None) -> int:
             `device` has no GPU numbers.
 
     Raises:
-        ValueError: `processes` differs from the number of GPUs in `device`.
+        ValueError: `device` lists GPU numbers, and `processes` differs from their count.
     """
     gpus = len(device) if isinstance(device, tuple) else processes or 1
     if processes not in (None, gpus):
@@ -55,9 +55,10 @@ def number_of_processes(device: Device, processes: int | None) -> int:
 def processes_to_start(device: Device, processes: int | None) -> int:
     """Return the number of training processes to start. 1: the current process does the training.
 
-    The result is also 1 if `torchrun` or this program started the current process.
+    The result is also 1 if `torchrun` or `maskrcnn train` started the current process as one of the
+    training processes.
 
     Raises:
-        ValueError: `processes` differs from the number of GPUs in `device`.
+        ValueError: `device` lists GPU numbers, and `processes` differs from their count.
     """
     return 1 if "WORLD_SIZE" in os.environ else number_of_processes(device, processes)

@@ -96,11 +96,14 @@ def local_device(device: Device) -> torch.device:
 
 @contextmanager
 def worker(device: Device) -> Iterator[Worker]:
-    """Join the process group of `torchrun`. Without `torchrun`, this process is the only rank.
+    """Join the process group of `torchrun` for a `with` block.
+
+    Without `torchrun`, this process is the only rank.
 
     Raises:
         ConfigError: A GPU in `device` does not exist, or there are more processes than GPUs.
-        RankLostError: Another rank ended before this one, or does not answer for 30 minutes.
+        RankLostError: In the block, another rank ended while this rank waited for it, or did not
+            answer for 30 minutes.
     """
     own = local_device(device)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

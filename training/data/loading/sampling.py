@@ -36,8 +36,8 @@ class GlobalBatches:
     All images of a batch have the same shape bucket (input size).
 
     In each epoch, every image occurs once. If there are repeat factors, an image occurs on average
-    as often as its factor. The order of a bucket's images is random, and its last batch is filled
-    up with the first images of this order. The order of the batches is random.
+    as often as its factor. The order of a bucket's images is random. If the bucket's last batch is
+    not full, it is filled with the bucket's first images. The order of the batches is random.
     """
 
     def __init__(

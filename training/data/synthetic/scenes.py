@@ -123,7 +123,11 @@ def _paint(rng: Generator, image: Texture, figure: _Figure) -> None:
 
 
 def _relief(coverage: NDArray[np.float32], radius: float) -> Texture:
-    """Return brightness factors `[h, w, 1]` that decrease towards the edge of a shape."""
+    """Return brightness factors `[h, w, 1]` that decrease towards the edge of a shape.
+
+    `coverage` is `[h, w]`, the share of each pixel that the shape covers. `radius` is the radius of
+    the shape in pixels.
+    """
     blurred = _blur(coverage, 0.15 * radius)
     return (np.float32(0.7) + np.float32(0.3) * blurred)[..., None]
 

@@ -34,9 +34,10 @@ def _noise(rng: Generator, height: int, width: int, cell: float) -> Texture:
 
 
 def _fractal_noise(rng: Generator, height: int, width: int, cell: float) -> Texture:
-    """Draw noise `[h, w]` with features of four widths: `cell`, and 1/2, 1/4 and 1/8 of it.
+    """Draw noise `[h, w]`: the sum of smooth noises with features of four widths.
 
-    The widths are in pixels. The amplitude of each noise is proportional to its width.
+    The widths are `cell` pixels, and 1/2, 1/4 and 1/8 of it. The amplitude of a smooth noise is
+    proportional to its width.
     """
     total = sum(_noise(rng, height, width, max(cell / 2**n, 1)) / 2**n for n in range(4))
     return np.asarray(total / 1.875, np.float32)
@@ -62,7 +63,7 @@ _SURFACE_PATTERNS: tuple[_Pattern, ...] = (
 def _pattern(
     rng: Generator, choices: Sequence[_Pattern], height: int, width: int, period: float
 ) -> Texture:
-    """Draw one of the patterns `choices` at a random angle, repeated every `period` pixels."""
+    """Draw a random pattern of `choices` at a random angle, repeated every `period` pixels."""
     angle = rng.uniform(0, math.pi)
     y, x = np.mgrid[:height, :width].astype(np.float32)
     frequency = math.tau / period
