@@ -29,7 +29,7 @@ _MAX_PROCESSES = 8
 class Curves(NamedTuple):
     """Precision and recall arrays of an evaluation.
 
-    A value of -1 means that there is no ground truth of its class in its size range.
+    -1: the ground truth has no object of this class in this size range.
     """
 
     # Precision at recall 0, 0.01, ..., 1. Axes: IoU 0.50, 0.55, ..., 0.95; recall; class in
@@ -95,8 +95,9 @@ def _curves_of_pycocotools(
 def _curves_by_class(
     ground_truth: dict[str, Any], results: Mapping[IouType, list[dict[str, Any]]]
 ) -> dict[IouType, Curves]:
-    """Compute curves with faster-coco-eval: one run per class, with only the images of this class.
+    """Compute curves with faster-coco-eval, in one run per class.
 
+    A run includes only the images that have ground truth or detections of its class.
     The time of a run is proportional to images x classes. Most classes occur in few images, so all
     runs together take less time than one run for all classes.
     """

@@ -15,7 +15,7 @@ from .matching import DEFAULT_THRESHOLD, matched_images
 
 
 def chosen_images(dataset: CocoDataset, count: int) -> CocoDataset:
-    """Return a data set of at most `count` evenly spaced images of `dataset`.
+    """Return a data set of at most `count` images of `dataset`, evenly spaced in ascending id order.
 
     Images without objects are chosen only if no image has objects.
     """

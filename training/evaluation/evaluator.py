@@ -175,7 +175,7 @@ def validation_losses(
     worker: Worker,
     autocast: torch.dtype | None = None,
 ) -> dict[str, float]:
-    """Return the losses of a model in evaluation mode, averaged over the batches of all ranks.
+    """Return the mean losses of a model in evaluation mode over the batches of all ranks.
 
     Args:
         model: Model to evaluate. Its training or evaluation mode is restored afterwards.
@@ -184,7 +184,7 @@ def validation_losses(
         autocast: Data type for autocast. None: no autocast.
 
     Returns:
-        `val/loss` and its five parts, as `val/NAME` for each of `LOSS_NAMES`.
+        The five losses `val/NAME`, for each of `LOSS_NAMES`, and their sum `val/loss`.
     """
     device = worker.device
     totals = torch.zeros(2, len(LOSS_NAMES), device=device)
