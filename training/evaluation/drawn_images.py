@@ -15,7 +15,7 @@ from .matching import DEFAULT_THRESHOLD, matched_images
 
 
 def chosen_images(dataset: CocoDataset, count: int) -> CocoDataset:
-    """Return a data set of at most `count` images of `dataset`, evenly spaced in ascending id order.
+    """Return a data set of at most `count` images of `dataset`, evenly spaced in the order of ids.
 
     Images without objects are chosen only if no image has objects.
     """

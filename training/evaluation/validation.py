@@ -70,14 +70,14 @@ class Validation:
         report: Path | None = None,
         iteration: int = 0,
     ) -> dict[str, float]:
-        """Evaluate a model, and write files with detections and metrics. Call it on every rank.
+        """Evaluate a model. Write detections, metrics and drawings. Call it on every rank.
 
         Args:
             model: Model to evaluate. It is not changed.
             progress: Progress bars from `terminal_progress`.
             report: HTML file for a report. None: write no report.
-            iteration: Number of iterations that the model was trained for. It is part of the names
-                of drawings.
+            iteration: Number of iterations that the model was trained for. 0: unknown. It is part
+                of the name of the PNG file with drawn images.
 
         Returns:
             Metrics by name, the same on all ranks. The dictionary is empty if
@@ -100,14 +100,18 @@ class Validation:
         return metrics
 
     def drawing_is_due(self, iteration: int) -> bool:
-        """Whether images must be drawn after `iteration` iterations, even without an evaluation."""
+        """Whether images must be drawn after `iteration` iterations without an evaluation too.
+
+        This applies to 10 %, 30 % and 100 % of the run's iterations.
+        """
         return bool(self._config.evaluation.draw_images) and iteration in self._drawing_iterations()
 
     def draw(self, model: MaskRCNN, iteration: int) -> None:
-        """On rank 0, draw `evaluation.draw_images` images with a model's detections to a PNG file.
+        """On rank 0, draw validation images with a model's detections to a PNG file.
 
-        After 10 %, 30 % and 100 % of the run's iterations, `progress.png` is also written. It joins
-        the drawings of these three iterations, as far as they exist.
+        The key `evaluation.draw_images` is the number of images. After 10 %, 30 % and 100 % of the
+        run's iterations, `progress.png` is also written. It joins those of the three drawings that
+        exist already.
 
         Args:
             model: Model to evaluate. It is not changed.

@@ -18,9 +18,9 @@ _MIN_SIZE, _MAX_SIZE = 800, 1333
 def initial_checkpoint(reference: str | None) -> Checkpoint:
     """Return the model and preprocessing that a fine-tuning starts from.
 
-    If the weights are random or those of a backbone only, the preprocessing and the remaining
-    layers have default settings. In this case, all tensors are on the device `meta`, because only
-    their shapes are used.
+    If the weights are random, or are those of a backbone only, the preprocessing and the settings
+    of all other layers are defaults. In this case, the checkpoint's weights are on the device
+    `meta`, because only their shapes are used.
 
     Args:
         reference: Value of the configuration key `weights`. None: random weights.

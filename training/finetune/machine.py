@@ -8,7 +8,7 @@ from ..devices import Device
 
 
 class Machine(NamedTuple):
-    """Training device, free memory of this device per process, and CPU cores."""
+    """Training device, free memory for each training process, and CPU cores."""
 
     device: Literal["cpu", "cuda"]
     # Free memory in bytes of the GPU. On a CPU: free memory of the machine divided by `processes`.

@@ -163,10 +163,10 @@ def prepare_finetuning(
 
 
 def check_resumed_data(path: Path, config: TrainConfig) -> None:
-    """Check that the run to resume was trained on the data set at `path`.
+    """Check that the run with the configuration `config` was trained on the data set at `path`.
 
     Raises:
-        ConfigError: The run with the configuration `config` was trained on other images.
+        ConfigError: The run was trained on images that do not belong to this data set.
         DataError: The layout of the data set is unknown.
     """
     folders = {split.images.resolve() for split in recognize_layout(path).splits.values()}
