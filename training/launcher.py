@@ -17,15 +17,15 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch_processes(device: Device, processes: int | None) -> None:
-    """If several processes are configured, run the current command in each and exit.
+    """If several processes are configured, run the current command in as many, then exit.
 
     The exit code is 0, or the code of the process that failed first. If one process is configured,
-    or if `torchrun` or this function started the current process, the function returns at once. The
-    arguments are the values of the configuration keys `device` and `processes`.
+    or if the current process is already one of the training processes, the function returns at
+    once. The arguments are the values of the configuration keys `device` and `processes`.
 
     Raises:
-        ConfigError: `processes` differs from the number of GPUs in `device`, or a signal such as
-            SIGKILL ended a process.
+        ConfigError: `device` lists GPU numbers and `processes` differs from their count, or a
+            signal such as SIGKILL ended a process.
     """
     try:
         count = processes_to_start(device, processes)

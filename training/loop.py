@@ -132,7 +132,11 @@ class TrainingLoop:
             self._trainer.freeze_backbone()
 
     def _evaluate_and_save(self, report: TrainingReport) -> bool:
-        """If due, evaluate the model. If due, write a checkpoint. Return whether training ends."""
+        """Evaluate the model if the configuration requires an evaluation after this iteration.
+
+        Write a checkpoint with each evaluation, every `checkpoint_period` iterations, and at the
+        end of training. Return whether training ends.
+        """
         trainer, config = self._trainer, self._config
         final = trainer.iteration >= config.solver.max_iterations
         best, self._metrics = False, {}
@@ -208,7 +212,7 @@ class TrainingLoop:
         return final or after_epoch or (settings.period > 0 and iteration % settings.period == 0)
 
     def _evaluation_was_missed(self) -> bool:
-        """Whether the checkpoint to resume from lacks metrics although its evaluation was due."""
+        """Whether the checkpoint to resume from has no metrics, but its iteration requires them."""
         trainer, config = self._trainer, self._config
         if not trainer.iteration or self._metrics:
             return False

@@ -95,7 +95,7 @@ class TrainingReport:
         self._data_seconds += time.perf_counter() - start
 
     def record(self, iteration: int, losses: Tensor, rate: float) -> None:
-        """Record a completed iteration. At the end of a period, report its losses.
+        """Record a completed iteration. At the end of a period, report the losses of the period.
 
         Args:
             iteration: Iteration, counted from 0.
@@ -103,7 +103,7 @@ class TrainingReport:
             rate: Learning rate of the iteration.
 
         Raises:
-            DivergenceError: A reported loss is not finite.
+            DivergenceError: A loss of an iteration in the reported period is not finite.
         """
         self._losses.append(losses)
         self._done, self._rate = iteration + 1, rate
@@ -113,10 +113,10 @@ class TrainingReport:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Report losses not yet reported. Exclude the `with` block from the training time.
+        """Exclude the `with` block from the training time. Before it, report all pending losses.
 
         Raises:
-            DivergenceError: A reported loss is not finite.
+            DivergenceError: A pending loss is not finite.
         """
         # Losses are reported first, because the run may end with this evaluation.
         if self._losses:
@@ -127,7 +127,7 @@ class TrainingReport:
     def record_metrics(self, iteration: int, metrics: dict[str, float]) -> None:
         """On rank 0, write metrics to `metrics.jsonl` and trackers. `iteration` counts from 1.
 
-        If the file cannot be written, log a warning, and continue without it.
+        If the file cannot be written, log a warning and close the file.
         """
         if not self._is_main:
             return

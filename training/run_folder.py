@@ -112,7 +112,9 @@ class RunFolder:
         return self.path / pointer.read_text().strip()
 
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
-        """Write a checkpoint atomically, write its name to `last_checkpoint`, remove old ones.
+        """Write a checkpoint atomically, and its name to `last_checkpoint`.
+
+        Numbered checkpoints of this run beyond the number to keep are removed, the oldest first.
 
         Args:
             checkpoint: Checkpoint to write.
