@@ -67,10 +67,11 @@ class SolverConfig(FrozenConfig):
         return self
 
     def scaled(self) -> "SolverConfig":
-        """Return the configuration with its schedule scaled to `images_per_batch`.
+        """Scale the schedule from the batch size `scale_from_batch` to `images_per_batch`.
 
-        The ratio is `images_per_batch` / `scale_from_batch`. `base_lr` is multiplied by the ratio.
-        `max_iterations`, `steps` and `warmup_iterations` are divided by it.
+        With the ratio `images_per_batch` / `scale_from_batch`, `base_lr` is multiplied by the
+        ratio, and `max_iterations`, `steps` and `warmup_iterations` are divided by it. If
+        `scale_from_batch` is None, the configuration is returned unchanged.
 
         Raises:
             ValueError: Two of `steps` are equal after rounding.

@@ -60,6 +60,9 @@ def train_seeds(config: TrainConfig, count: int, *, resume: bool = False) -> Sta
         count: Number of seeds, at least 2.
         resume: Resume interrupted runs, and skip finished runs.
 
+    Returns:
+        Final metrics by seed.
+
     Raises:
         ConfigError: The configuration has no evaluation, or does not fit the data, the machine or
             the resumed runs.

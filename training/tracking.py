@@ -32,7 +32,7 @@ class Tracker(Protocol):
         """Record a PNG file with validation images after an iteration, counted from 1."""
 
     def close(self, *, failed: bool) -> None:
-        """Send pending values and end the run. `failed`: the run ended with an error."""
+        """Send pending values and close the tracker. `failed`: training ended with an error."""
 
 
 def check_trackers(names: Sequence[str]) -> None:

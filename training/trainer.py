@@ -112,8 +112,9 @@ class Trainer:
     def _over_ranks(self) -> nn.Module:
         """Return the model, wrapped in DistributedDataParallel if necessary.
 
-        With one rank, gradients need not be exchanged. If the model is compiled and has no unfrozen
-        batch norm, `step` sums the gradients over the ranks. In both cases, it stays unwrapped.
+        The model is not wrapped if there is one rank, because gradients are not exchanged. It is
+        not wrapped either if it is compiled and has no unfrozen batch norm, because then `step`
+        sums the gradients over the ranks.
         """
         # Ranks must exchange buffers only if there is batch norm, which alone changes buffers.
         buffers = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())

@@ -121,10 +121,10 @@ Transform = Annotated[SerializeAsAny[TransformConfig], BeforeValidator(_transfor
 
 
 def check_order(transforms: tuple[TransformConfig, ...]) -> None:
-    """Check the positions of resizing and copy-paste in a list that may contain them.
+    """Check that a transform that resizes is the first, and that copy-paste is the last.
 
     Raises:
-        ValueError: A transform that resizes is not the first, or copy-paste is not the last.
+        ValueError: One of these transforms is at another position. Both are optional.
     """
     for transform in transforms[1:]:
         if isinstance(transform, RESIZING):

@@ -15,7 +15,8 @@ class WeightAverage:
 
         Args:
             model: Model in training.
-            decay: Maximum weight of the old average in an update.
+            decay: Weight of the old average in an update, from 0 to 1. In the first updates, the
+                weight is lower.
         """
         self.model = deepcopy(model).requires_grad_(False)
         self._decay = decay
