@@ -65,7 +65,7 @@ class CompiledLosses:
     def __call__(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return the result of `MaskRCNN.losses`, which describes the arguments.
+        """Return the `LossTerms` of a batch. The arguments are those of `MaskRCNN.forward`.
 
         Raises:
             ConfigError: torch cannot compile on this machine, and the argument `required` of the

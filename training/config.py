@@ -22,7 +22,7 @@ CONFIG_FILE = "config.yaml"
 
 
 class ConfigError(Exception):
-    """Invalid configuration: unknown key, invalid value, or conflict with data set or machine."""
+    """Invalid configuration: bad key or value, or conflict with data, machine or earlier run."""
 
 
 class DatasetConfig(FrozenConfig):

@@ -32,7 +32,7 @@ class EarlyStopping:
     def record(self, metrics: Mapping[str, float]) -> bool:
         """Record the metrics of an evaluation. Return whether the mask AP is the best so far.
 
-        If the AP could not be computed because no image has objects, the evaluation is ignored.
+        If the mask AP is missing, or is -1 (no ground truth), the evaluation is ignored.
         """
         ap = metrics.get(BEST_BY, -1.0)
         if ap < 0:  # COCO's value for an AP that cannot be measured

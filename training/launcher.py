@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch_processes(device: Device, processes: int | None) -> None:
-    """If several processes are configured, run the current command in as many, then exit.
+    """If several processes are configured, start them with the current command. Exit when they end.
 
     The exit code is 0, or the code of the process that failed first. If one process is configured,
     or if the current process is already one of the training processes, the function returns at

@@ -114,7 +114,8 @@ class RunFolder:
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
         """Write a checkpoint atomically, and its name to `last_checkpoint`.
 
-        Numbered checkpoints of this run beyond the number to keep are removed, the oldest first.
+        Of the numbered checkpoints up to this iteration, only the latest `keep` stay (argument of
+        the constructor; None: all).
 
         Args:
             checkpoint: Checkpoint to write.

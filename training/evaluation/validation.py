@@ -100,9 +100,9 @@ class Validation:
         return metrics
 
     def drawing_is_due(self, iteration: int) -> bool:
-        """Whether images must be drawn after `iteration` iterations without an evaluation too.
+        """Whether images must be drawn after `iteration` iterations even if no evaluation is due.
 
-        This applies to 10 %, 30 % and 100 % of the run's iterations.
+        True after 10 %, 30 % and 100 % of the run's iterations, if `evaluation.draw_images` is set.
         """
         return bool(self._config.evaluation.draw_images) and iteration in self._drawing_iterations()
 

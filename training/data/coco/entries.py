@@ -41,7 +41,7 @@ class ImageIndex(NamedTuple):
 def index_images(
     entries: list[dict[str, Any]], folder: Path, faults: Findings, repairs: Findings
 ) -> ImageIndex:
-    """Validate the entries of the list `images` of a COCO file. Index the valid entries.
+    """Index the valid entries of the list `images` of a COCO file, and the ids of all entries.
 
     Args:
         entries: Entries of the list.
@@ -124,7 +124,7 @@ def index_annotations(
 def _integer_ids(keys: Sequence[int | str | None]) -> dict[int | str, int]:
     """Map each id to an integer: an integer to itself, a string to an unused positive integer.
 
-    None, which stands for a missing id, is left out.
+    None, which stands for a missing or invalid id, is left out.
     """
     integers = [key for key in keys if isinstance(key, int)]
     strings = dict.fromkeys(key for key in keys if isinstance(key, str))

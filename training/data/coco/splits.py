@@ -29,7 +29,7 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
 
     1. Subfolders of `folder` and of `folder/images` whose name is the end of the split's name
        (`val2014/` for `minival2014`), longest name first.
-    2. `folder/images`, unless a subfolder of it belongs to another split.
+    2. `folder/images`, unless a subfolder of it is named after another split.
     3. `folder`.
     4. All other subfolders of `folder` and of `folder/images`, except those of another split.
 

@@ -173,7 +173,8 @@ def source_content(
 def with_ids_of(known: Sequence[Category], source: SourceContent) -> SourceContent:
     """Return `source` with other category ids, in its categories and its annotations.
 
-    A category whose name is in `known` gets the id that it has there. All others get unused ids.
+    A category with the name of an entry of `known` gets the id of this entry. All others get unused
+    ids.
     """
     ids = {category.name: category.id for category in known}
     free = itertools.count(max(ids.values(), default=0) + 1)

@@ -58,7 +58,7 @@ class LayoutSplit:
         Args:
             on_broken: "skip": skip invalid entries with a warning. "refuse": raise `DataError`.
             known: Classes of a model. If the data set has only names of classes, without ids, a
-                class whose name is in `known` gets the id that it has there.
+                class with the name of an entry of `known` gets the id of this entry.
         """
         source = None if self.convert is None else self.convert()
         if source is not None and not self.has_ids:

@@ -102,10 +102,10 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
 
 
 def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:
-    """Whether an annotated object is marked as difficult in the XML file that contains `boxes`.
+    """Whether an annotated object is difficult according to the boxes of the image's XML file.
 
-    The mark is that of the box of the same class with the highest IoU with the annotation's box.
-    False: this IoU is below `_MATCH_IOU`, or no box has this class.
+    The result is the flag of the box of the same class that has the highest IoU with the
+    annotation's box. False: this IoU is below `_MATCH_IOU`, or no box has this class.
     """
     name = CATEGORIES[annotation["category_id"] - 1].name
     same_class = [box for box in boxes if box.name == name]

@@ -29,9 +29,9 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 
     Args:
         content: The data set.
-        shares: Share of the images, 0 to 1, by name of the part, such as `val`. The part `train`
-            gets the remaining images. If there are at least as many annotated images as parts,
-            each part gets at least one of them.
+        shares: Share of the images, 0 to 1, by name of the part, such as `val`. In this order, each
+            part gets at least one annotated image, unless only one (with its copies) remains. The
+            part `train` gets the remaining images.
 
     Returns:
         Content by name of the part, with `train` first.

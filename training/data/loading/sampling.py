@@ -54,7 +54,7 @@ class GlobalBatches:
             images_per_batch: Images per global batch.
             seed: Seed of the random order.
             factors: [n] average number of occurrences of each image in an epoch. None: each image
-                occurs once. The sum over the images of a bucket is rounded to a whole number.
+                occurs once. The sum of the factors of a bucket is rounded to a whole number.
         """
         self._buckets = np.asarray(buckets)
         self._images_per_batch = images_per_batch
@@ -112,8 +112,8 @@ def repeat_factors(records: Sequence[ImageRecord], threshold: float | None) -> N
 
     If `threshold` is None, the result is the `weight` of the record: 1, or the weight of its data
     set in `data.extra_train`. Otherwise, the result is the weight times the repeat factor of Gupta
-    et al. (LVIS, 2019): max(1, sqrt(threshold / f)), where f is the share of all images that
-    contain the image's rarest class.
+    et al. (LVIS, 2019): max(1, sqrt(threshold / f)). The fraction f of all images contains the
+    rarest class of the image.
     """
     weights = np.array([record.weight for record in records])
     if threshold is None:
