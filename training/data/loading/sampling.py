@@ -112,8 +112,8 @@ def repeat_factors(records: Sequence[ImageRecord], threshold: float | None) -> N
 
     If `threshold` is None, the result is the `weight` of the record: 1, or the weight of its data
     set in `data.extra_train`. Otherwise, the result is the weight times the repeat factor of Gupta
-    et al. (LVIS, 2019): max(1, sqrt(threshold / f)). The fraction f of all images contains the
-    rarest class of the image.
+    et al. (LVIS, 2019): max(1, sqrt(threshold / f)). Here, f is the number of images with the
+    rarest class of the image in question, divided by the number of all images.
     """
     weights = np.array([record.weight for record in records])
     if threshold is None:
