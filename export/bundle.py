@@ -68,7 +68,7 @@ def bundle_from_checkpoint(
 
     For each precision and input size, the new bundle has an ONNX file, an engine of each builder
     and, if `with_programs` is set, a torch program. Exceptions: bf16 has no ONNX file, int8 no
-    torch program, and fp8 neither.
+    torch program, and fp8 neither of the two.
 
     Args:
         reference: path or URL of a checkpoint or of another implementation's weights, or name of a
@@ -211,9 +211,9 @@ def _engine_sources(
 
     Engines are built from the new bundle's ONNX files. `graphs` are the manifest entries of these
     files, and `partial` is their folder. A bundle has no ONNX files in bf16 and fp8, so this
-    function writes them to a temporary folder. If a top-k in the checkpoint's configuration exceeds
-    TensorRT's limit, the function writes ONNX files in all precisions to the temporary folder, with
-    the top-k reduced to the limit. Engines are then built from these files instead.
+    function writes them to the folder `sources` beside `partial`. If a top-k in the checkpoint's
+    configuration exceeds TensorRT's limit, the function writes ONNX files in all precisions to
+    `sources`, with the top-k reduced to the limit. Engines are then built from these files only.
     """
     limited, changes = limited_checkpoint(checkpoint)
     if changes:
@@ -240,7 +240,7 @@ def _build_engine(
     """Build an engine from an ONNX file, and return the engine's manifest entry.
 
     Args:
-        builder: builder of this kind of engine.
+        builder: builder that determines the kind of engine.
         graph: manifest entry of the ONNX file.
         source: path of the ONNX file.
         folder: folder for the engine file.

@@ -1,4 +1,4 @@
-"""Creation of engine builders from options, and reduction of top-k to TensorRT's limit."""
+"""Creation of engine builders from options, and reduction of a model's top-k for TensorRT."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ def builders_from_options(
             names a timing cache that cannot be written. Or `for_triton` is set, and the engines
             would be built without weights.
         ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
-        EngineError: this machine cannot build engines of this kind.
+        EngineError: this machine cannot build engines of one of `kinds`.
     """
     bundle = bundle.resolve()
     given = {name: value for name, value in choices.items() if value not in (None, ())}

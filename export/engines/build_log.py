@@ -31,8 +31,9 @@ class BuildLog:
     def section(self, title: str) -> Iterator[None]:
         """Context manager: write TensorRT's messages to the file while the `with` block runs.
 
-        The messages are preceded by `title`. At the start of the block, the attributes `errors` and
-        `listing` are cleared. In the block, the method `write` fills them.
+        The messages are preceded by `title`. At the start of the block, the attributes `errors`
+        (error messages) and `listing` (list of the engine's layers) are cleared. In the block, the
+        method `write` fills them.
         """
         self.errors, self.listing = [], ""
         self.path.parent.mkdir(parents=True, exist_ok=True)
