@@ -11,7 +11,7 @@ from ..errors import EngineError
 
 
 class PrecisionError(EngineError):
-    """An engine's layers do not compute in its precision, or include no convolution."""
+    """An engine's layers do not compute in the requested precision, or include no convolution."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Layer:
     def compute_types(self) -> frozenset[str]:
         """Floating-point types and int8 among the types of the layer's inputs.
 
-        Types of indices, images and booleans are left out. If no type remains, the property holds
-        the type of the weights.
+        Types of indices and booleans, and uint8 of images, are left out. If no type remains, the
+        property holds the type of the weights.
         """
         read = frozenset(t.dtype for t in self.inputs) & _ARITHMETIC
         return read or frozenset({self.weights_dtype}) & _ARITHMETIC

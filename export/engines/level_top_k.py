@@ -12,8 +12,9 @@ def split_top_k(graph: onnx.GraphProto) -> None:
 
     An exported model selects the k best anchors of each of L feature maps. It pads the scores of
     each map from [B, N_l] to [B, N], where N is the largest N_l, concatenates them to [B, L, N],
-    and applies `Max` and one `TopK`. After this pass, each map has a `Max` and a `TopK` of its own,
-    and the results are concatenated to [B, L, k]. Only maps with N_l < k are padded, to [B, k].
+    and applies one `Max` with a lower bound of the scores and one `TopK`. After this pass, each map
+    has a separate `Max` and `TopK`, and the results are concatenated to [B, L, k]. Only maps with
+    N_l < k are padded, to [B, k].
 
     The results are the same. In a feature pyramid with five maps, about a quarter of the padded
     entries [B, L, N] are scores. The TopK nodes no longer sort the rest, the padding.

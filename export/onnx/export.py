@@ -228,7 +228,7 @@ def _custom_operations_replaced() -> Iterator[None]:
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Within the block, silence warnings, and log messages of `torch.onnx` below ERROR."""
+    """Within the block, silence all Python warnings, and `torch.onnx` log messages below ERROR."""
     logger: Any = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
