@@ -64,7 +64,9 @@ def check_output_folder(bundle: Path) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Create a temporary folder that replaces `path` when the block ends without an exception.
+    """Context manager: create a temporary folder that replaces `path` at the end.
+
+    If the `with` block raises an exception, `path` does not change.
 
     First, if earlier exports to `path` were killed, their temporary folders are removed.
 
@@ -94,7 +96,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock_in(folder: Path) -> Iterator[None]:
-    """Lock an export's temporary folder within the block, so that no other export removes it."""
+    """Context manager: lock an export's temporary folder, so that no other export removes it."""
     fresh = folder / f"{_LOCK_NAME}.new"
     with fresh.open("w") as file:
         # Lock the file before it gets its name, so that another export never finds it unlocked. If

@@ -32,10 +32,10 @@ def NmsKeep(  # noqa: N802
     """Greedy NMS per class in N sets of K boxes, as a fixed-point iteration over a mask.
 
     Inputs are boxes [N, K, 4] (xyxy), in descending order of score within each set, and classes
-    [N, K], negative for padding. The output is a mask [N, K] int32: 1 for each kept box, else 0. In
-    each iteration a box is kept if no kept box before it, of the same set and class, has an IoU
-    above `iou_threshold` with it. At most `max_keep` boxes of each set are kept, or any number if
-    `max_keep` is 0.
+    [N, K], negative for padding. The output is a mask [N, K] int32: 1 for each kept box, else 0.
+    Each iteration keeps a box if no earlier box of the same set and class that the iteration before
+    kept has an IoU above `iou_threshold` with it. The loop ends when the mask no longer changes. At
+    most `max_keep` boxes of each set are kept, or any number if `max_keep` is 0.
     """
     x1, y1, x2, y2 = op.Split(boxes, num_outputs=4, axis=2)
     area = (x2 - x1) * (y2 - y1)

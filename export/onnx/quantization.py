@@ -153,7 +153,7 @@ def _feed(
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Within the block, silence log messages up to WARNING, such as ONNX Runtime's advice."""
+    """Context manager: silence the log messages of all Python loggers, up to WARNING."""
     logging.disable(logging.WARNING)
     try:
         yield

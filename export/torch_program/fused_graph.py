@@ -33,8 +33,8 @@ class _Fusion(NamedTuple):
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    In all types, a convolution is replaced if a ReLU follows, directly or after an addition. In
-    fp16 and bf16, a convolution without ReLU is replaced if it is 1x1, or if no addition follows.
+    In all data types, a convolution is replaced if a ReLU follows, directly or after an addition.
+    In fp16 and bf16, a convolution without ReLU is replaced if it is 1x1 or no addition follows.
     An addition directly after a replaced convolution is fused. Convolutions without bias, or with
     groups, are not replaced.
 
@@ -170,7 +170,9 @@ def _is_pointwise(weight: Node, stride: list[int], padding: list[int]) -> bool:
 
 
 def _fusion_after(node: Node) -> _Fusion:
-    """Return the addition and the ReLU that can be fused with the convolution `node`, if any.
+    """Return which addition and which ReLU can be fused with the convolution `node`.
+
+    Both are optional, so the result may be the convolution alone.
 
     The addition must be the only reader of the convolution's result. The ReLU must be the only
     reader of the addition's result or, without an addition, of the convolution's result.
