@@ -157,7 +157,7 @@ def compare_artifact(
     Args:
         artifact: artifact to compare. Its precision selects the tolerance.
         batches: reference batches of the artifact's input size.
-        infer: function that runs the artifact.
+        infer: function that runs the artifact on images and their sizes, and returns its outputs.
     """
     comparison = Comparison(artifact, TOLERANCES[artifact.precision])
     for batch in batches:

@@ -101,7 +101,7 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
     """Compile programs for this machine's GPU in parallel.
 
     Returns:
-        for each program, the manifest entry of the compiled program. None: there is no GPU.
+        for each program, the manifest entry of the compiled program, or None if there is no GPU.
 
     Raises:
         EngineError: there is a GPU, but no C compiler.

@@ -33,7 +33,7 @@ from .program import (
 
 
 def current_target() -> CompileTarget:
-    """Return the versions of torch and Python, and the compute capability of the current GPU."""
+    """Describe this environment: versions of torch and Python, compute capability of the GPU."""
     major, minor = torch.cuda.get_device_capability()
     return CompileTarget(
         torch_version=torch.__version__,
