@@ -299,7 +299,7 @@ def verified_path(bundle: Path, file: Artifact | CompiledProgram) -> Path:
     """Return the path of a file in a bundle (exported model) after checking its SHA-256.
 
     Raises:
-        BundleError: the file is missing or its SHA-256 differs.
+        BundleError: the file is missing, or its SHA-256 differs from the manifest's.
     """
     path = bundle / file.path
     if not path.is_file():

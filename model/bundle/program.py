@@ -49,8 +49,8 @@ class Program:
     def prepare(self, images: Tensor, image_sizes: Tensor) -> None:
         """Warm up on a GPU for batches of this shape: compile, load kernels, select algorithms.
 
-        The outputs are discarded. The warm-up run has a lower GPU memory limit than later runs. If
-        the model exceeds it, the warm-up is repeated with the usual limit.
+        The outputs are discarded. During the warm-up run, torch's limit of this process's GPU
+        memory is lower. If the model exceeds it, the warm-up is repeated with the previous limit.
         """
         # In fp32, some algorithms that cuDNN tries would take all GPU memory, also that which other
         # processes need. Therefore the first run has a lower memory limit. If the model itself
@@ -137,9 +137,9 @@ def check_images(path: Path, exported: ExportedProgram, artifact: Artifact) -> N
 
 @contextlib.contextmanager
 def torch_math_mode(precision: Precision) -> Iterator[None]:
-    """Within the block, enable cuDNN's benchmark mode, and allow TF32 only for precision "tf32".
+    """Context manager: enable cuDNN's benchmark mode, and allow TF32 only for precision "tf32".
 
-    After the block, the previous settings are restored.
+    After the `with` block, the previous settings are restored.
     """
     tf32 = precision == "tf32"
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -153,7 +153,7 @@ def torch_math_mode(precision: Precision) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignore_torch_warnings() -> Iterator[None]:
-    """Within the block, suppress all Python warnings: torch emits some about its internals."""
+    """Context manager: suppress all Python warnings, because torch warns about its internals."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

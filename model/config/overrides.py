@@ -14,7 +14,7 @@ class OverrideError(ValueError):
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply `key.path=value` overrides to a nested mapping, and return the result as a new one.
+    """Apply `key.path=value` overrides to a copy of a nested mapping, and return the copy.
 
     The value of each override is parsed as YAML.
 
@@ -55,7 +55,7 @@ def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
 
 
 def values_by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested values into one dictionary by dotted key, with `prefix` before each key."""
+    """Flatten nested values into one dictionary by dotted key. Each key begins with `prefix`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
