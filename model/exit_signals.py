@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[Callable[[], None]]:
-    """Within the block, SIGTERM and SIGHUP raise SystemExit, so that `finally` blocks run.
+    """Context manager: make SIGTERM and SIGHUP raise SystemExit, so that `finally` blocks run.
 
     The exit status is 128 + signal number. A signal that is ignored, as under `nohup`, or that has
     a handler already, keeps its behaviour. After the first signal, further ones are ignored.
 
     Yields:
-        Function that makes the process ignore SIGTERM and SIGHUP, unless they kept their behaviour.
+        Function that makes the process ignore the signals whose behaviour was changed.
     """
     numbers = [
         number

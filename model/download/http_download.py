@@ -72,11 +72,11 @@ def download_file(
     wait: bool = False,
     on_progress: ByteProgress = no_progress,
 ) -> None:
-    """Download a file. If it exists already, only compare its checksum with the expected one.
+    """Download a file. If `path` exists already, only compare its checksum with the expected one.
 
-    The content is written to `NAME.partial`, which is renamed if its checksum is correct. After a
-    failure, the next call resumes the partial file if the server supports range requests and the
-    remote file has not changed.
+    The content is written to a partial file, `path` with the suffix `.partial` added. The partial
+    file is renamed to `path` if its checksum is correct. After a failure, the next call resumes the
+    partial file if the server supports range requests and the remote file has not changed.
 
     Args:
         url: HTTP or HTTPS URL.

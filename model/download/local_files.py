@@ -17,9 +17,10 @@ class DownloadError(Exception):
 
 @contextmanager
 def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Within the block, hold the lock of a file or folder that the caller creates in the block.
+    """Context manager: hold the lock of a file or folder that the `with` block creates.
 
-    Only one process at a time can hold it. The lock itself is the file `.NAME.lock` beside `path`.
+    Only one process at a time can hold it. The lock itself is the file `.NAME.lock` beside `path`,
+    where NAME is the name of `path`.
 
     Args:
         path: File or folder that is locked. Its parent folder must exist.

@@ -20,7 +20,7 @@ from .progress import ByteProgress
 
 @contextmanager
 def progress_bars() -> Iterator[ByteProgress]:
-    """Yield a function that shows the progress of each step as a bar on standard error."""
+    """Context manager: yield a callback that shows each step's progress as a bar on stderr."""
     # The texts do not wrap, so that a narrow terminal shortens only the bars.
     columns = (
         TextColumn("{task.description}", table_column=Column(no_wrap=True)),
