@@ -103,8 +103,8 @@ def decode_image(
 
     Raises:
         ImageError: the data are not an image of these formats, or are damaged, or the size is
-            invalid. Or the image has 16 bits per colour channel, and its values fit in 14 bits, so
-            that it would turn dark in 8 bits per channel.
+            invalid. Or the image has 16 bits per colour channel, but its values fit in 14 bits: it
+            would turn dark, because only the highest 8 of the 16 bits are kept.
     """
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1

@@ -47,7 +47,7 @@ _DARK = 0x3F
 
 @contextmanager
 def errors_of_file(path: Path) -> Iterator[None]:
-    """Within the block, put the image's path before the message of each `ImageError`."""
+    """Context manager: put `path`, an image file, before the message of each `ImageError`."""
     try:
         yield
     except ImageError as error:

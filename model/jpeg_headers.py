@@ -1,4 +1,4 @@
-"""Fast reading of the headers of simple JPEGs, which have no metadata and a single scan."""
+"""Fast reading of the headers of simple JPEGs, which have a single scan and no metadata."""
 
 from typing import Final
 

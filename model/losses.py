@@ -11,7 +11,7 @@ LOSS_NAMES = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_bo
 
 
 class LossTerms(NamedTuple):
-    """Sums and counts of the five losses, in the order of `LOSS_NAMES`. Sum / count is the mean."""
+    """Sums of the five losses in the order of `LOSS_NAMES`, and the counts to divide them by."""
 
     # [5] float32.
     sums: Tensor
