@@ -174,8 +174,8 @@ def _counts_from_probabilities(
     """Paste mask probabilities into an image of `height` x `width` pixels, and threshold them.
 
     `mask` is [S, S], including a border of one zero sample on each side. `columns` and `rows` say
-    between which samples each image column and row within the box is interpolated. Return the run
-    lengths of the thresholded mask in column-major order, zeros first.
+    between which samples each image column and row within the detection's box is interpolated.
+    Return the run lengths of the thresholded mask in column-major order, zeros first.
     """
     # Interpolate without a matrix product, because BLAS would start threads of its own for that.
     low_SW, high_SW = mask[:, columns.low], mask[:, columns.high]

@@ -84,9 +84,10 @@ class RegionProposalNetwork(nn.Module):
         )
 
     def propose(self, outputs: RpnOutputs, image_sizes: Tensor) -> Proposals:
-        """Return the boxes of highest score of all levels together, after NMS within each level.
+        """Decode anchors, and return the boxes of highest score from all levels as proposals.
 
-        Only the anchors of highest score in each level are decoded and enter NMS.
+        First, the anchors of highest score in each level are decoded. Then NMS is applied to the
+        boxes of each level. Settings of `RpnConfig` limit the number of boxes before and after NMS.
         """
         c = self.config
         pre_nms, post_nms = (

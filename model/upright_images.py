@@ -1,4 +1,4 @@
-"""Conversion of decoded Pillow images to RGB arrays after their EXIF rotation, strip by strip."""
+"""Conversion of decoded Pillow images to RGB arrays with EXIF rotation, one strip at a time."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -43,7 +43,7 @@ def bundle_from_reference(
         buckets: Input sizes to export. If it is empty, the model's own input sizes are used.
 
     Raises:
-        ZooError: The zoo does not have the model, or this program does not support it.
+        ZooError: No published model has this name, or this program does not support the model.
         DownloadError: The download failed, or the file has another checksum.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
     """
