@@ -101,8 +101,8 @@ def checkpoint_from_weights(
         overrides: settings of `ConversionConfig` in the form `key.path=value`. They take precedence
             over settings in `weights`, which are partly assumed.
         categories: COCO annotation file that names the classes. None: use `default_categories`.
-        other_channel_order: whether the network's channel order (RGB or BGR) is the opposite of the
-            order that the program that wrote the weights usually has.
+        other_channel_order: whether the network's channel order (RGB or BGR) is not the usual one
+            of the program that wrote the weights.
 
     Raises:
         WeightsError: the weights hold a backbone only, or do not fit the configuration.
@@ -204,8 +204,8 @@ def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 def default_categories(num_classes: int) -> tuple[Category, ...]:
     """Return categories for weights that do not name their classes.
 
-    80 classes get COCO's names. 90 classes get the names of COCO's 90 ids, including its unused
-    ones. Any other number of classes gets the names `class 1`, `class 2`, ...
+    80 classes get COCO's names. 90 classes get COCO's ids 1 to 90; ids that COCO does not use have
+    the name `N/A`. Any other number of classes gets the names `class 1`, `class 2`, ...
     """
     ids = range(1, len(_COCO_NAMES))
     used = [i for i in ids if _COCO_NAMES[i] != "N/A"]

@@ -44,7 +44,7 @@ def weights_path(reference: str | Path) -> Path:
             `detectron2:mask_rcnn_R_50_FPN_3x`.
 
     Raises:
-        ZooError: The zoo does not have the model, or this program does not support it.
+        ZooError: No published model has this name, or this program does not support the model.
         DownloadError: The download failed, or the file has another checksum.
     """
     if is_zoo_name(reference):
@@ -90,7 +90,7 @@ def _cached(name: str) -> Path:
 
 
 def _download(url: str, path: Path, checksum: Checksum | None) -> None:
-    """Download a file into the cache. If it exists there, check its checksum."""
+    """Download `url` to `path` in the cache, unless the file exists. Check the file's checksum."""
     # Imported here because most commands do not download anything.
     from ..download.http_download import Remedies, RetryPolicy, download_file
 

@@ -52,7 +52,7 @@ def local_path(source: str | Path) -> Path:
 
     Raises:
         WeightsError: torchvision has no weights of this name.
-        ZooError: the zoo does not have the model, or this program does not support it.
+        ZooError: no published model has this name, or this program does not support the model.
         DownloadError: the download failed, or the file has another checksum.
     """
     text = str(source)

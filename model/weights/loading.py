@@ -128,7 +128,7 @@ def build_model(
         features: feature maps that the heads use, as `BackboneConfig.features`.
         source: path or http(s) URL of a checkpoint or of another program's weights, or name of a
             published model. None: random weights.
-        num_classes: foreground classes of a model with random weights.
+        num_classes: number of foreground classes of a model with random weights.
 
     Raises:
         CheckpointError: the weights cannot be downloaded or read, or are for another backbone.
