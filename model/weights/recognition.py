@@ -41,7 +41,7 @@ def read_weights(path: Path, config: Path | None = None) -> Weights:
             use `config.yaml` in the same folder, if there is one.
 
     Raises:
-        CheckpointError: the file cannot be read, or its program or model is not supported.
+        CheckpointError: the file cannot be read, or is of an unsupported program or model.
     """
     content = read_file(path)
     if is_checkpoint(content):

@@ -34,8 +34,8 @@ def read_reference(reference: str | Path, config: Path | None = None) -> Weights
             use `config.yaml` in the same folder, if there is one.
 
     Raises:
-        CheckpointError: the file cannot be read, or its program or model is not supported.
-        ZooError: the zoo does not have the model, or this program does not support it.
+        CheckpointError: the file cannot be read, or is of an unsupported program or model.
+        ZooError: no published model has this name, or this program does not support the model.
         DownloadError: the download failed, or the file has another checksum.
     """
     path = local_path(reference)
@@ -71,15 +71,15 @@ def convert_reference(
             over the settings of the weights, which are partly assumed.
         categories: COCO annotation file that names the classes. None: use the classes of the
             published model, or else `default_categories`.
-        other_channel_order: whether the network's channel order (RGB or BGR) is the opposite of the
-            order that the program that wrote the weights usually has.
+        other_channel_order: whether the network's channel order (RGB or BGR) is not the usual one
+            of the program that wrote the weights.
         config: detectron2's configuration file of the model. None: if the weights are detectron2's,
             use `config.yaml` in the same folder, if there is one.
 
     Raises:
         CheckpointError: the file cannot be read or converted, is a checkpoint of this program, or
             has NaN or infinite weights.
-        ZooError: the zoo does not have the model, or this program does not support it.
+        ZooError: no published model has this name, or this program does not support the model.
         DownloadError: the download failed, or the file has another checksum.
     """
     weights = read_reference(reference, config)
@@ -135,7 +135,7 @@ def checkpoint_from_reference(reference: str | Path) -> Checkpoint:
 
     Raises:
         CheckpointError: the file cannot be read or converted, or has NaN or infinite weights.
-        ZooError: the zoo does not have the model, or this program does not support it.
+        ZooError: no published model has this name, or this program does not support the model.
         DownloadError: the download failed, or the file has another checksum.
     """
     path = local_path(reference)

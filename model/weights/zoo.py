@@ -159,7 +159,7 @@ def zoo_model(reference: str) -> ZooModel:
     `detectron2:COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml`.
 
     Raises:
-        ZooError: The zoo does not have the model, or this program does not support it.
+        ZooError: No published model has this name, or this program does not support the model.
     """
     zoo, _, name = reference.partition(":")
     name = re.sub(r"\.(yaml|py)$", "", name)
