@@ -217,7 +217,7 @@ def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path
     """Compare a bundle's detections with its checkpoint's, and print the result.
 
     Raises:
-        VerificationError: the differences exceed the tolerance of the precision.
+        VerificationError: an artifact's differences exceed the tolerance of its precision.
     """
     from ..model.weights.references import checkpoint_from_reference
     from .verify import verify_bundle

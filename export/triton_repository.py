@@ -29,8 +29,8 @@ _MAX_DELAY_US = 2000
 def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, ...]:
     """Add a bundle's ONNX files and TensorRT plans to a model repository.
 
-    Each file becomes a model, named after precision, input size and file type. If the repository
-    already has a model of this name, the file becomes the model's next version.
+    Each file becomes a model, whose name includes the file's precision, input size and kind. If the
+    repository already has a model of this name, the file becomes the model's next version.
 
     Triton's clients must resize images and pad them to the model's input size. Inputs and outputs
     are those of `model.bundle.spec`, except that `num_detections` is [B, 1], because Triton has no

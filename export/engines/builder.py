@@ -156,7 +156,7 @@ class EngineBuilder(ABC):
         return {}
 
     def _current_gpu(self) -> AbstractContextManager[None]:
-        """Return a context manager that makes the build's GPU current. In the base class: a no-op."""
+        """Return a context manager that makes the build's GPU current. Base class: a no-op."""
         return nullcontext()
 
     def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:
@@ -250,7 +250,7 @@ class EngineBuilder(ABC):
 
 
 def _cuda_version(trt: Any) -> str:
-    """Return the major CUDA version in the name of TensorRT's package, or `unknown` if none is."""
+    """Return the major CUDA version that the name of TensorRT's package holds, or `unknown`."""
     bindings = trt.Builder.__module__.partition(".")[0]
     names = metadata.packages_distributions().get(bindings, ())
     match = re.search(r"_cu(\d+)", " ".join(names).replace("-", "_"))

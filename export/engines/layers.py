@@ -1,4 +1,4 @@
-"""Layers of a built engine with their compute types, and the check of its precision."""
+"""Layers of a built engine, and the check that they compute in the requested precision."""
 
 import json
 import re

@@ -185,7 +185,7 @@ def check_engine_choices(
 
 
 def _check_writable(timing_cache: Path) -> None:
-    """Create the folder of `timing_cache`. If it is not writable, raise `click.BadParameter`."""
+    """Create `timing_cache`'s folder. If the folder is not writable, raise `click.BadParameter`."""
     # TensorRT itself does not report a file that it cannot write.
     try:
         timing_cache.parent.mkdir(parents=True, exist_ok=True)
