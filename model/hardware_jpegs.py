@@ -123,7 +123,7 @@ class HardwareJpegDecoder:
         return height.value, width.value
 
     def _queue(self, files: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-        """Queue the decoding of supported files into `outputs`. False: nvJPEG reports an error."""
+        """Queue the decoding of files into `outputs`. Return False if nvJPEG reports an error."""
         slot = self._take_slot()
         try:
             library, count = self._library, len(files)

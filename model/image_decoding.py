@@ -138,7 +138,7 @@ def decoding_memory(data: bytes, *, max_pixels: int = MAX_PIXELS) -> int:
 
 
 def plugin_for(data: bytes) -> type[ImageFile] | None:
-    """Return Pillow's class for a JPEG, PNG or WebP image. None: the data has another signature."""
+    """Return Pillow's reader class for a JPEG, PNG or WebP image. None: `data` is none of these."""
     if is_jpeg(data):
         return JpegImageFile
     if data.startswith(b"\x89PNG\r\n\x1a\n"):

@@ -147,7 +147,7 @@ def png_from_other_formats(data: bytes) -> bytes:
 
 
 def _check_format(data: bytes) -> type[ImageFile] | None:
-    """Return Pillow's class for a BMP or TIFF image. None: the data is empty, JPEG, PNG or WebP.
+    """Return Pillow's reader class for a BMP or TIFF image. None: empty, JPEG, PNG or WebP data.
 
     Raises:
         ImageError: the data does not begin with the signature of any of these formats.

@@ -11,7 +11,7 @@ LOSS_NAMES = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_bo
 
 
 class LossTerms(NamedTuple):
-    """Sums of the five losses in the order of `LOSS_NAMES`, and the counts to divide them by."""
+    """Sums of the five losses, and the counts that divide them, in the order of `LOSS_NAMES`."""
 
     # [5] float32.
     sums: Tensor

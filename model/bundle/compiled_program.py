@@ -33,7 +33,7 @@ from .program import (
 
 
 def current_target() -> CompileTarget:
-    """Describe this environment: versions of torch and Python, compute capability of the GPU."""
+    """Return this environment: versions of torch and Python, compute capability of the GPU."""
     major, minor = torch.cuda.get_device_capability()
     return CompileTarget(
         torch_version=torch.__version__,

@@ -175,7 +175,7 @@ class Artifact(_Record):
 
 
 class Provenance(_Record):
-    """Origin of the weights: checkpoint, training metrics and time of export."""
+    """Origin of a bundle: checkpoint, its training metrics, exporting program, time of export."""
 
     checkpoint: str
     checkpoint_sha256: str

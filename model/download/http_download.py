@@ -292,7 +292,7 @@ def _first_byte(response: httpx.Response) -> int:
 
 
 def _with_min_speed(chunks: Iterable[bytes], policy: RetryPolicy) -> Iterator[bytes]:
-    """Yield chunks. Raise _AttemptError if chunks arrive more slowly than `policy.min_speed`."""
+    """Yield chunks. Raise _AttemptError if fewer than `policy.min_speed` bytes/s arrive."""
     since, received = time.monotonic(), 0
     for chunk in chunks:
         yield chunk
