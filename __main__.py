@@ -1,4 +1,7 @@
-"""Run the `maskrcnn` command as `python -m maskrcnn_trt`, as launchers such as torchrun do."""
+"""Entry point of `python -m maskrcnn_trt`, for launchers such as torchrun.
+
+It runs the `maskrcnn` command.
+"""
 
 from .cli import main
 

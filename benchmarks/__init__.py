@@ -1,1 +1,1 @@
-"""Benchmarks: speed of inference, serving, training and kernels, accuracy, and the quickstart."""
+"""Benchmarks of inference, serving, training, kernels, model accuracy and the quickstart."""

@@ -68,7 +68,7 @@ class BulkResult:
 
     @property
     def share(self) -> float:
-        """Throughput from files to masks as a fraction of the model step's own throughput."""
+        """Throughput from files to masks, divided by that of the model step when it runs alone."""
         return self.images_per_second / self.engine_images_per_second
 
 
@@ -77,7 +77,8 @@ def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
 
     Raises:
         BundleError: the bundle cannot be read or lacks the precision.
-        BackendError: the backend does not run on this machine or not with these batch sizes.
+        BackendError: the backend does not run on this machine, or does not support one of the
+            batch sizes.
         ImageError: an image is invalid.
     """
     manifest = read_manifest(bundle)
@@ -135,8 +136,8 @@ def _request_batch(
 ) -> list[ImageRequest]:
     """Return `batch` requests that all have the same input size.
 
-    It is the input size that most of `images` need. If fewer than `batch` images need it, these
-    images are repeated.
+    This size is the input size that the most images of `images` need. If fewer than `batch`
+    images need this size, those that need it are repeated.
     """
     by_bucket: dict[ShapeBucket, list[ImageRequest]] = defaultdict(list)
     for data in images:

@@ -93,9 +93,12 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
 
 
 def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
-    """Return one sentence per GPU result that compares its `share` with the goal.
+    """Compare each result that was measured on a GPU with the goal, a `share` of at least 70 %.
 
-    `share` is the throughput of all steps as a fraction of the model step's own throughput.
+    `share` is the throughput of all steps divided by the throughput of the model step alone.
+
+    Returns:
+        One sentence per GPU result.
     """
     return [
         f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "
@@ -109,8 +112,9 @@ def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
 def _plot_steps(axes: "Axes", results: Sequence[BulkResult]) -> None:
     """Plot milliseconds per image over batch size.
 
-    Stacked bars show the time of each step when it runs alone. Points show the time when all steps
-    run concurrently, and the time of the model step when it runs alone without pauses.
+    Stacked bars show the time of each step when it runs alone. Diamonds show the time per image
+    when all steps run concurrently. Circles show the time per image of the model step alone, with
+    batches queued back to back.
     """
     labels = [str(result.batch) for result in results]
     bottoms = [0.0] * len(results)

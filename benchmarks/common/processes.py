@@ -1,4 +1,4 @@
-"""Calls in child processes, peak memory, CPU use of a process tree."""
+"""Function calls in child processes, and measurement of peak memory and CPU use."""
 
 import contextlib
 import gc
@@ -252,7 +252,7 @@ class _Thread(NamedTuple):
 
 
 def _thread_ticks(pid: int) -> dict[_Thread, int]:
-    """Map each thread of a process and its descendants to the thread's CPU time in ticks."""
+    """Return the CPU time, in ticks, of each thread of a process and of its descendants."""
     ticks = {}
     for member, (process_name, _) in _process_tree_stats(pid).items():
         for folder in Path(f"/proc/{member}/task").glob("*"):
