@@ -267,7 +267,10 @@ def _commit() -> str:
 
 
 def _short_name(gpus: Sequence[str]) -> str:
-    """Return a short GPU name for file names, as `h200` for `NVIDIA H200 (driver 580.1)`."""
+    """Return a short name of the first GPU for file names, or `cpu` if there is no GPU.
+
+    For example, return `h200` for `NVIDIA H200 (driver 580.1)`.
+    """
     if not gpus:
         return "cpu"
     model = re.search(r"(?:RTX |GTX )?[A-Z]*\d+", gpus[0])

@@ -86,10 +86,11 @@ def _torchvision_heads(config: ModelConfig, roi: RoiConfig) -> dict[str, nn.Modu
 
 
 class TorchvisionTrainer:
-    """Trainer of torchvision's Mask R-CNN, with the method `step` of this project's `Trainer`.
+    """Trainer of torchvision's Mask R-CNN, with the same interface as the project's `Trainer`.
 
     Initial weights, optimiser, learning-rate schedule and precision are those of a `Trainer` with
-    the same configuration. Torchvision averages some losses over images and some over the batch.
+    the same configuration. If a step has several batches, this trainer averages the mean losses of
+    the batches, whereas `Trainer` divides the losses' sums over all batches by the total counts.
     """
 
     def __init__(self, config: TrainConfig, worker: Worker) -> None:

@@ -100,7 +100,7 @@ def _models_from(
 ) -> list[Path]:
     """Return the paths of bundles and weights files to measure.
 
-    A name of a published model is exported to a bundle in the cache folder.
+    Published models are exported to bundles in the cache folder.
 
     Args:
         references: paths, or names of published models.

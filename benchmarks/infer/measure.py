@@ -103,7 +103,9 @@ def measure_models(
     settings: InferSettings,
     on_measurement: Callable[[Measurement], object] | None = None,
 ) -> list[InferResult]:
-    """Measure bundles, checkpoints and their baselines, each in a new process per precision.
+    """Measure bundles, checkpoints and the baselines that the settings name.
+
+    Each model and each baseline runs in a new process per precision.
 
     Args:
         models: Bundles and checkpoints.
@@ -138,8 +140,13 @@ def measure_models(
 def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[MatmulRoofline]:
     """Return one upper bound of the throughput per precision, except for int8 and fp8.
 
-    The bounds are for the first model that is a file. Files must be checkpoints, folders are
-    bundles. If no model is a file, or there is no GPU, return [].
+    The bounds are for the first checkpoint in `models`. If there is no checkpoint or no GPU,
+    return [].
+
+    Args:
+        models: Checkpoints (files) and bundles (folders).
+        settings: Precisions and input size. Without an input size, the first one of the first
+            model is used.
 
     Raises:
         CheckpointError: the first file is not a checkpoint.
@@ -193,7 +200,8 @@ def _measure_engine(
 ) -> Iterator[Measurement]:
     """Measure an engine at each batch size in ascending order.
 
-    Yield results, and an `InferFailure` instead of raising an error.
+    If a batch size fails, an `InferFailure` is yielded, and the next batch size is measured. If the
+    engine cannot be loaded, a single `InferFailure` is yielded.
     """
     try:
         runner = choice.load(bucket, max(settings.batches))
@@ -261,9 +269,9 @@ def _measure_speed(
 
 
 def _reason_from(error: Exception) -> str:
-    """Return an error's message, preceded by its type if another package defines this type.
+    """Return an error's message.
 
-    In this case, only the first line of the message is returned.
+    If the error's type is not from this package, return the type and the message's first line.
     """
     own, _, _ = __name__.partition(".")
     if type(error).__module__.startswith(f"{own}."):

@@ -1,4 +1,4 @@
-"""Runners of the engines to measure: bundles, eager checkpoints and torchvision's model."""
+"""Runners of the engines to measure: a bundle's backend, the eager model, torchvision's model."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +35,7 @@ InferBaseline = Literal["torchvision", "onnxruntime"]
 
 @dataclass(frozen=True)
 class BatchRun:
-    """Functions that run one batch on an engine, with input and output in one kind of memory."""
+    """Functions that run one batch on an engine, with input and output in host or device memory."""
 
     # Name of the engine, such as `onnxruntime`.
     engine: str
@@ -62,9 +62,9 @@ class Runner(Protocol):
     """Interface of the runners of all engines."""
 
     def batch_runs(self, images: NDArray[np.uint8]) -> Sequence[BatchRun]:
-        """Return a `BatchRun` of images [B, 3, H, W] for each memory that the engine supports.
+        """Return one `BatchRun` of images [B, 3, H, W] for each kind of memory that is supported.
 
-        The memories are device memory and host memory, in this order.
+        If there are two, the one for device memory precedes the one for host memory.
         """
 
 
@@ -82,7 +82,7 @@ class EngineChoice:
 
     @property
     def name(self) -> str:
-        """Name of the engine. It is `bundle` if `load` will select the backend."""
+        """Name of the engine. For a bundle with the backend `auto`, the name is `bundle`."""
         if self.model.is_dir():
             return "bundle" if self.backend == "auto" else self.backend
         return "torchvision" if self.with_torchvision else "eager"
@@ -93,7 +93,7 @@ class EngineChoice:
         Raises:
             BundleError: the bundle cannot be read, or lacks the precision or the input size; or the
                 model is a checkpoint, and the precision is int8 or fp8.
-            BackendError: the backend does not run on this machine or not with these batch sizes.
+            BackendError: the backend does not run on this machine, or does not support `max_batch`.
             CheckpointError: the file is not a checkpoint, or torchvision has no model of the
                 checkpoint's configuration.
         """
@@ -147,7 +147,7 @@ class BundleRunner:
             raise BundleError(f"{bundle} has no input size {bucket}; choose from {sizes}")
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return a `BatchRun` for device memory, if the backend supports it, and one for host."""
+        """Return a `BatchRun` for device memory, if supported, and then one for host memory."""
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)
         infer = functools.partial(backend.infer, bucket, images, sizes)

@@ -1,4 +1,4 @@
-"""Benchmark cases by kernel name, and the cases of resizing, RoIAlign and its gradient."""
+"""Benchmark cases of resizing, RoIAlign and its gradient, and the cases of each kernel by name."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
