@@ -181,9 +181,10 @@ def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> N
 
 
 def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", image: Path) -> None:
-    """Check that a server's detections equal those of offline prediction, and draw some of them.
+    """Check that a server's detections equal those of offline prediction.
 
-    The drawing is the PNG file `image`.
+    Draw the images with the most objects, with ground truth and detections, to the PNG file
+    `image`.
 
     Raises:
         QuickstartError: a request failed, or the detections differ.
@@ -255,10 +256,10 @@ def _measure_server(bundle: Path, images: Path) -> "list[ServeResult]":
 def _metrics_from(
     checkpoint: Path, infer_results: "list[InferResult]", serve_results: "list[ServeResult]"
 ) -> dict[str, float]:
-    """Return a checkpoint's COCO metrics, and the throughput and latencies of both benchmarks.
+    """Return a checkpoint's COCO metrics, and the speed that two benchmarks measured.
 
-    The keys of the benchmarks are names such as `infer/batch_1/images_per_second` and
-    `serve/clients_1/p50_ms`.
+    Keys of the inference benchmark are names such as `infer/batch_1/images_per_second`, keys of
+    the serving benchmark are names such as `serve/clients_1/p50_ms`.
     """
     from ...model.checkpoint import load_checkpoint
 

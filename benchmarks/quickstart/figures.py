@@ -27,7 +27,9 @@ _MIN_SCORE = 0.5
 
 
 def draw_comparison(dataset: CocoDataset, predictions: Sequence[Detections], image: Path) -> None:
-    """Draw ground truth beside predictions for the images with the most objects.
+    """Draw ground truth beside predictions.
+
+    Of the images that have predictions, those with the most annotated objects are drawn.
 
     Args:
         dataset: Images and annotations.

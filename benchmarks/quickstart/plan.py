@@ -80,14 +80,15 @@ def step(
 ) -> Iterator[None]:
     """Print the title of a step before the `with` block, and the step's duration afterwards.
 
-    While the `with` block runs, a terminal shows the time left.
+    While the `with` block runs, the expected time left is shown if the output is a terminal.
 
     Args:
         console: Console to print to.
         steps: All steps.
         number: Number of the step, from 1.
         folder: Folder of the step's outputs, printed at the end. None: no folder is printed.
-        has_progress: Whether the `with` block itself shows the time left.
+        has_progress: Whether the code in the `with` block shows its progress. If so, the time left
+            is not shown.
     """
     title, seconds = steps[number - 1]
     console.rule(f"{number}/{len(steps)} {title}", align="left")

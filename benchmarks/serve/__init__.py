@@ -143,10 +143,10 @@ def serve(
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Return option values, with the default of --concurrency where it is required but not given.
+    """Return option values, with a default for --concurrency if it is needed but not given.
 
-    --concurrency is required with --load, because --load gives rates as fractions of the throughput
-    at --concurrency. It is also required if no option that sets a load is given.
+    --load needs --concurrency, because --load gives rates as fractions of the throughput at
+    --concurrency. The default is also used if no option that sets a load is given.
     """
     others = values["rates"] or values["streamed"] or values["http"]
     if not values["concurrencies"] and (values["loads"] or not others):
@@ -155,7 +155,11 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_serve_options(model: str, options: Sequence[str]) -> "ServeConfig":
-    """Parse options of `maskrcnn serve`. Raise `click.UsageError` if an option is invalid."""
+    """Return the server configuration that options of `maskrcnn serve` give.
+
+    Raises:
+        click.UsageError: an option is invalid.
+    """
     from ...serving.commands.serve import config_from_options, serve
     from ...serving.config import ServeConfig
 

@@ -1,4 +1,4 @@
-"""Load generator: client processes that send requests at given times and log the outcomes."""
+"""Load generator: client processes that send requests in closed or open loops and log outcomes."""
 
 import asyncio
 import contextlib

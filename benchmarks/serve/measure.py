@@ -1,4 +1,4 @@
-"""Measurement of a server by client processes: closed loops, streams and open loops."""
+"""Measurement of a server under load by client processes, in closed loops and open loops."""
 
 import re
 import socket
@@ -100,7 +100,7 @@ class ServeSettings:
 
 @contextmanager
 def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
-    """Serve a bundle on a free port, in a new process, until the context ends.
+    """Serve a bundle on a free port, in a new process, until the `with` block ends.
 
     Args:
         bundle: Folder of the bundle.
