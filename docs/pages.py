@@ -41,7 +41,12 @@ def on_startup(**_: object) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Return the theme's files, the repository's pages, and a page or file for each link target."""
+    """Return all files of the site.
+
+    They are the theme's files, the repository's Markdown pages, and one file for each other link
+    target in the repository: a copy if the target is an image, JSON file or notebook, else a page
+    that shows the source or the list of files.
+    """
     tracked = _tracked_files()
     pages = [path for path in tracked if path.endswith(".md") and not _NO_PAGES.match(path)]
     site = Files([file for file in files if file.src_dir != config.docs_dir])
@@ -66,7 +71,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to source files and folders to their pages on the site."""
+    """Return a page's Markdown in which links to repository paths are replaced by site links."""
     path = page.file.src_uri
     if not (ROOT / path).exists():  # a page of this hook
         return markdown
