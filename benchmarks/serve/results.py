@@ -40,7 +40,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class ClientUse:
-    """CPU use of the client processes, and delay of their requests behind the load's schedule."""
+    """CPU use of the client processes, and delay between due time and sending of their requests."""
 
     # CPU time per wall-clock time of the busiest process.
     cores: float

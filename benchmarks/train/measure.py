@@ -31,7 +31,8 @@ def measure_training(
         One result per run. If a run has several processes, its result is that of rank 0.
 
     Raises:
-        ConfigError: the configuration does not fit the data, the machine or torchvision.
+        ConfigError: the configuration does not match the data or the machine, or torchvision has
+            no such model.
         DataError: the data set is invalid.
     """
     try:
@@ -62,10 +63,10 @@ def measure_training(
 
 @contextmanager
 def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
-    """Yield the environment variables of each rank. If there is one process, it has no variables.
+    """Yield one dict of environment variables per rank. If there is one rank, its dict is empty.
 
-    The variables point to a TCP store that connects the ranks. It exists until the `with` block
-    ends.
+    The variables hold the address of a TCP store that connects the ranks. The store exists until
+    the `with` block ends.
     """
     if processes == 1:
         yield [{}]
