@@ -28,7 +28,7 @@ def block_transition_kernel(
         value_type: type of all tensors, `float16` or `bfloat16`.
         channels: input channels of the residual block's last convolution.
         shortcut: input channels of the shortcut's 1x1 convolution. 0: the shortcut has no
-            convolution, and its map is added as it is.
+            convolution; its feature map has `outputs` channels and is added unchanged.
         outputs: channels of the residual block's output.
         reduced: output channels of the next block's first convolution.
     """
@@ -52,7 +52,8 @@ def block_transition_kernel(
 def block_transition_launch(pixels: int, multiprocessors: int) -> Launch:
     """Return the grid, block and scalar arguments of `block_transition_kernel`.
 
-    `pixels` counts all pixels of a batch. The kernel's inputs are, in this order:
+    `pixels` counts all pixels of a batch, `multiprocessors` those of the GPU. The kernel's inputs
+    are, in this order:
 
     - input of the residual block's last convolution, [pixels, channels];
     - weight [outputs, channels] and bias [outputs] of this convolution;

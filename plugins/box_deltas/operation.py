@@ -1,10 +1,11 @@
 """`maskrcnn::encode_boxes` and `maskrcnn::decode_boxes`: conversion of boxes to deltas and back.
 
-Contract of all implementations (Girshick et al., R-CNN, appendix C): dx and dy are the distances
-between the centres of a box and its reference, divided by the reference's sides; dw and dh are the
-logarithms of the ratios of their sides. Each delta is multiplied by a weight. A decoded box, before
-clipping, is at most 1000 / 16 times as wide and high as its reference. Boxes are xyxy, and
-arithmetic is float32. Implementations may differ in the rounding of `log` and `exp`.
+Contract of all implementations (Girshick et al., R-CNN, appendix C): dx and dy are the box's centre
+minus the reference's centre, divided by the reference's width and height; dw and dh are the
+logarithms of the box's width and height divided by the reference's. Each delta is multiplied by a
+weight. A decoded box, before clipping, is at most 1000 / 16 times as wide and high as its
+reference. Boxes are xyxy, and arithmetic is float32. Implementations may differ in the rounding of
+`log` and `exp`.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """`maskrcnn::class_logits`: mask logits of each instance, for the instance's class only.
 
-Contract of all implementations: sums are float32, and the result is rounded once.
+Contract of all implementations: products and sums are float32, and the logit, including the bias,
+is rounded once to the dtype of the features.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """`maskrcnn::compress_runs`: compression of run lengths to COCO RLE strings.
 
-Contract of all implementations: each string is the compressed `counts` of COCO RLE. Runs and
-strings are tensors with one row per mask. The end of a row is padding.
+Contract of all implementations: each string is the compressed `counts` of COCO RLE. Run lengths
+and strings are tensors with one row per mask. The rest of a row, after the last run or character
+of the mask, is padding.
 """
 
 import torch
