@@ -35,7 +35,8 @@ def expand_reduce(
 
     Args:
         images: [B, C, H, W], input of the first convolution; on a GPU float16 or bfloat16.
-        weight: [N, C, 1, 1]; `can_expand_reduce` tests whether its size is supported.
+        weight: [N, C, 1, 1], weight of the first convolution. `can_expand_reduce` tests whether the
+            shapes of both weights are supported.
         bias: [N], bias of the first convolution.
         residual: [B, N, H, W], added before the first ReLU.
         next_weight: [M, N, 1, 1], weight of the second convolution.

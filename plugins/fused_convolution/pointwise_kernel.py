@@ -80,9 +80,10 @@ def launch_pointwise_convolution(
 
 
 def _can_keep_weight(images: Tensor, outputs: int) -> bool:
-    """Return whether `_upsampling_convolution` supports the sizes and fits the GPU's shared memory.
+    """Return whether the kernel `_upsampling_convolution` can be used.
 
-    `outputs` is the number of output channels.
+    It supports certain numbers of input and output channels, and needs a GPU with enough shared
+    memory. `outputs` is the number of output channels.
     """
     channels = images.shape[1]
     power = channels & (channels - 1) == 0
@@ -134,9 +135,9 @@ def _upsampling_convolution(  # type: ignore[no-untyped-def]
 ):
     """Compute a 1x1 convolution, and add a residual map that is upsampled by a factor of two.
 
-    The result is that of `_pointwise_convolution` with SHIFT and without RELU. A thread block keeps
-    BLOCK_N rows of the weight in shared memory while it computes many tiles. BLOCKS thread blocks
-    keep the same rows.
+    No ReLU is applied. A thread block keeps BLOCK_N rows of the weight, one per output channel, in
+    shared memory while it computes many tiles. BLOCKS thread blocks keep the same rows, and share
+    the tiles among them.
     """
     parts: tl.constexpr = OUTPUTS // BLOCK_N
     channel_out = tl.program_id(0) % parts * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,8 +1,8 @@
 """`maskrcnn::grid_anchors`: anchor boxes of all cells of a map or of a feature pyramid.
 
-Contract of all implementations, whose results are equal bit for bit: the anchors of a cell are
-shifted by the cell's position in pixels. Anchors are ordered by map, row, column, and index within
-the cell.
+Contract of all implementations, whose results are equal bit for bit: the anchors of cell (row,
+column) are the map's base anchors, shifted by (row, column) times the map's stride in pixels.
+Anchors are ordered by map, row, column, and index within the cell.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def grid_anchors_in_torch(
     This is the CPU implementation of `maskrcnn::grid_anchors`. Exporters trace this function.
 
     Args:
-        cell_anchors: [L, A, 4] float32, the A anchors of a cell of each of L maps, xyxy in pixels
-            relative to the cell's position. L is 1 to 5.
+        cell_anchors: [L, A, 4] float32, base anchors of each of L maps: the A anchors of the cell
+            in row 0 and column 0, xyxy in input pixels. L is 1 to 5.
         steps: [2 * L], vertical and horizontal stride of each map in input pixels.
         grid_sizes: [2 * L], number of rows H_l and columns W_l of each map.
 

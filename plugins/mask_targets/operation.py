@@ -1,9 +1,9 @@
 """Mask targets: ground-truth masks resampled within RoIs, from pixels or run lengths.
 
 Contract of all implementations: the target of a RoI is torchvision's RoIAlign (He et al., Mask
-R-CNN) of the RoI's mask, with `aligned=False` and adaptive sampling. A RoI is at least one pixel
-wide and high. A target's cell has as many samples per axis as it spans pixels, rounded up. The
-argument `matched` holds the mask index of each RoI. The target is zero if the index is out of
+R-CNN) of the RoI's mask, with `aligned=False` and adaptive sampling. A RoI side below one pixel is
+enlarged to one pixel. A target's cell has as many samples per axis as it spans pixels, rounded up.
+The argument `matched` holds the mask index of each RoI. The target is zero if the index is out of
 range, if the box is not finite, or if a cell spans 2 ** 24 pixels or more.
 """
 
