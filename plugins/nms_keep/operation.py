@@ -3,8 +3,9 @@
 Contract of all implementations: a box is suppressed by an earlier kept box of its set and class if
 their IoU exceeds the threshold. Of the boxes that are not suppressed, the first `max_keep` of each
 set are kept. Boxes are xyxy with sides x2 - x1 and y2 - y1. IoU and threshold are compared in
-float32. Boxes without area, or with an IoU of NaN, neither suppress nor are suppressed. Boxes of a
-negative class are padding: they are never kept and suppress nothing.
+float32. Boxes without area neither suppress nor are suppressed, and no box suppresses another one
+if their IoU is NaN. Boxes of a negative class are padding: they are never kept and suppress
+nothing.
 """
 
 import torch
@@ -27,7 +28,7 @@ def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int
     """Return which boxes non-maximum suppression keeps.
 
     Args:
-        boxes: [N, K, 4] float32, N sets of K boxes, xyxy, each set by descending score.
+        boxes: [N, K, 4] float32, N sets of K boxes, xyxy; each set is sorted by descending score.
         classes: [N, K] int64; negative marks padding.
         iou_threshold: a box is suppressed if its IoU with a kept box is larger; 0 to 1.
         max_keep: maximum number of kept boxes per set. 0: no limit.

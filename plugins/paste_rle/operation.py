@@ -124,7 +124,7 @@ def _is_exact(paste: str) -> bool:
 def _pasted(
     mask: Tensor, box: Tensor, height: int, width: int, threshold: float, exact: bool
 ) -> Tensor:
-    """Paste a mask into an image, and return it transposed (COCO's order): [W, H] bool.
+    """Paste a mask into an image, and return the image transposed (COCO's order): [W, H] bool.
 
     `exact`: use detectron2's rule, which does not round boxes, instead of torchvision's.
     """

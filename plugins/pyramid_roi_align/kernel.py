@@ -89,7 +89,7 @@ def pyramid_roi_align_launch(
 ) -> Launch:
     """Return the grid, block and scalar arguments of the forward kernel.
 
-    B is `batch`, R is `rois`, the RoIs per image, C is `channels`, P is `output_size`, and
+    B is `batch`, R is `rois` (number of RoIs per image), C is `channels`, P is `output_size`, and
     (H_l, W_l) is the entry of `sizes` for level l. The kernel takes one map [B, C, H_l, W_l] per
     level and RoIs [B, R, 4] float32. Its output is [B, R, C, P, P].
     """
@@ -103,10 +103,10 @@ def backward_launch(
 ) -> Launch:
     """Return the grid, block and scalar arguments of the backward kernel.
 
-    B is `batch`, R is `rois`, the RoIs per image, C is `channels`, P is the side of the pooled
-    features, and (H_l, W_l) is the entry of `sizes` for level l. The kernel takes the gradient
-    of the pooled features [B, R, P, P, C] and RoIs [B, R, 4] float32. Its outputs are the gradients
-    of the maps, [B, H_l, W_l, C] for each level.
+    B is `batch`, R is `rois` (number of RoIs per image), C is `channels`, P is the side of the
+    pooled features, and (H_l, W_l) is the entry of `sizes` for level l. The kernel takes the
+    gradient of the pooled features [B, R, P, P, C] and RoIs [B, R, 4] float32. Its outputs are the
+    gradients of the maps, [B, H_l, W_l, C] for each level.
     """
     tiles = sum(-(-height // _TILE) * -(-width // _TILE) for height, width in sizes)
     per_block = 32 * int(dict(kernel.constants)["VECTOR"])

@@ -3,10 +3,10 @@
 Contract of all implementations: the level of a RoI of width w and height h is
 `floor(canonical_level + log2(sqrt(w h) / canonical_size) + 1e-6)`, clamped to the given levels (Lin
 et al., Feature Pyramid Networks, eq. 1). Pooling is torchvision's RoIAlign (He et al., Mask R-CNN).
-With `aligned=False`, a RoI is at least one feature cell wide and high. With `aligned=True`, there
-is no minimum, and coordinates are shifted by half a cell. The pooled features of a RoI are zero if
-its area is NaN, or if a pooled cell spans 2 ** 24 feature cells or more. Sums are computed in
-float32, or in float64 for float64 features.
+With `aligned=False`, a RoI side below one feature cell is enlarged to one cell. With
+`aligned=True`, no RoI is enlarged, and coordinates are shifted by half a cell. The pooled features
+of a RoI are zero if its area is NaN, or if a pooled cell spans 2 ** 24 feature cells or more. Sums
+are computed in float32, or in float64 for float64 features.
 """
 
 from collections.abc import Sequence

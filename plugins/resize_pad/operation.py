@@ -33,7 +33,8 @@ def resize_pad(images: Sequence[Tensor], sizes: Sequence[int], height: int, widt
 
     Raises:
         ValueError: an image is not [3, h, w] uint8, the images are on several devices, `sizes` does
-            not have two entries per image, or a size is less than 1 or larger than the batch's.
+            not have two entries per image, or an entry is less than 1 or larger than `height` or
+            `width`.
     """
     pairs = _checked_sizes(images, sizes, height, width)
     batch = _empty_batch(images, height, width).zero_()
