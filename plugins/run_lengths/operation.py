@@ -70,6 +70,9 @@ def _text_from_values(
         values: [V] numbers.
         positions: [V], index of each number's first character in the returned text.
         lengths: [V], number of characters of each number.
+
+    Returns:
+        ASCII text of all numbers, with one byte per character.
     """
     text = np.empty(lengths.sum(), np.uint8)
     while len(values):

@@ -101,7 +101,10 @@ def ptx_version(ptx: bytes) -> str:
 
 @functools.cache
 def nvrtc_cuda_version() -> int:
-    """Return NVRTC's CUDA version, as 13000 for 13.0. Older drivers may reject NVRTC's PTX."""
+    """Return NVRTC's CUDA version, such as 13000 for CUDA 13.0.
+
+    A GPU driver of an older CUDA version may reject the PTX that NVRTC generates.
+    """
     major, minor = _checked(nvrtc.nvrtcVersion())
     return int(1000 * major + 10 * minor)
 

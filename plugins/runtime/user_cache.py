@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def cache_folder(subject: str) -> Path:
-    """Return `$XDG_CACHE_HOME/maskrcnn-trt/SUBJECT`, or `~/.cache/maskrcnn-trt/SUBJECT`.
+    """Return `$XDG_CACHE_HOME/maskrcnn-trt/SUBJECT`.
 
-    The folder may not exist yet.
+    If XDG_CACHE_HOME is not set, return `~/.cache/maskrcnn-trt/SUBJECT`. The folder may not exist
+    yet.
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "maskrcnn-trt" / subject

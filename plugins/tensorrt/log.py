@@ -38,7 +38,8 @@ def messages_to(trt: Any, listener: Listener) -> Iterator[None]:
 
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.
-        listener: receives the messages of all objects that use `shared_logger`.
+        listener: function that is called with the severity, such as `ERROR`, and the text of each
+            message of all objects that use `shared_logger`.
     """
     listeners = _listeners_of(trt)
     listeners.append(listener)
@@ -73,7 +74,8 @@ def add_listener(trt: Any, listener: Listener) -> None:
 
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.
-        listener: receives the messages of all objects that use `shared_logger`.
+        listener: function that is called with the severity, such as `ERROR`, and the text of each
+            message of all objects that use `shared_logger`.
     """
     _listeners_of(trt).append(listener)
 
