@@ -1,1 +1,1 @@
-"""Versions of the `maskrcnn` protocol."""
+"""Code generated from the gRPC protocol `maskrcnn`, one package per protocol version."""
