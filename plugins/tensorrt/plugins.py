@@ -109,8 +109,8 @@ def _description(plugin: Plugin, trt: Any, trtp: Any) -> Callable[..., Any]:
 def _combinations(plugin: Plugin, trtp: Any) -> Callable[..., Any]:
     """Return a function for `tensorrt.plugin.autotune`.
 
-    Given the plugin's inputs and output, the returned function lists the data types and memory
-    formats that the plugin supports for them.
+    Given the plugin's inputs and output, the returned function lists the supported combinations of
+    data types and memory formats of these tensors.
     """
 
     def combine(*descriptions: Any) -> Any:
@@ -159,7 +159,7 @@ def _attributes(plugin: Plugin, values: Sequence[NDArray[Any]]) -> dict[str, Any
 def _signed(
     function: Callable[..., Any], parameters: Mapping[str, Any], returns: Any
 ) -> Callable[..., Any]:
-    """Wrap a function and give it the signature from which TensorRT reads names and types.
+    """Wrap a function, with a signature from which TensorRT reads parameter names and types.
 
     If the function raises an exception, the exception is recorded for `plugin_errors` and raised
     again.
