@@ -93,7 +93,7 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
 
 
 def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
-    """Compare each result that was measured on a GPU with the goal, a `share` of at least 70 %.
+    """Compare the `share` of each result that was measured on a GPU with its goal, `_GOAL`.
 
     `share` is the throughput of all steps divided by the throughput of the model step alone.
 

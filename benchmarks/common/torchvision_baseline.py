@@ -86,7 +86,7 @@ def _torchvision_heads(config: ModelConfig, roi: RoiConfig) -> dict[str, nn.Modu
 
 
 class TorchvisionTrainer:
-    """Trainer of torchvision's Mask R-CNN, with the same interface as the project's `Trainer`.
+    """Trainer of torchvision's Mask R-CNN. Its `step` is called like that of `Trainer`.
 
     Initial weights, optimiser, learning-rate schedule and precision are those of a `Trainer` with
     the same configuration. If a step has several batches, this trainer averages the mean losses of

@@ -145,8 +145,8 @@ def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[M
 
     Args:
         models: Checkpoints (files) and bundles (folders).
-        settings: Precisions and input size. Without an input size, the first one of the first
-            model is used.
+        settings: Precisions and input size. If the input size is None, the first input size of
+            the first model is used.
 
     Raises:
         CheckpointError: the first file is not a checkpoint.

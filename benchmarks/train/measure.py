@@ -32,7 +32,7 @@ def measure_training(
 
     Raises:
         ConfigError: the configuration does not match the data or the machine, or torchvision has
-            no such model.
+            no model of this configuration.
         DataError: the data set is invalid.
     """
     try:
