@@ -44,8 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Return all files of the site.
 
     They are the theme's files, the repository's Markdown pages, and one file for each other link
-    target in the repository: a copy if the target is an image, JSON file or notebook, else a page
-    that shows the source or the list of files.
+    target in the repository and for each file of a linked folder: a copy of an image, JSON file or
+    notebook, else a page that shows the source or the folder's list of files.
     """
     tracked = _tracked_files()
     pages = [path for path in tracked if path.endswith(".md") and not _NO_PAGES.match(path)]
