@@ -52,8 +52,8 @@ def block_transition_kernel(
 def block_transition_launch(pixels: int, multiprocessors: int) -> Launch:
     """Return the grid, block and scalar arguments of `block_transition_kernel`.
 
-    `pixels` counts all pixels of a batch, `multiprocessors` those of the GPU. The kernel's inputs
-    are, in this order:
+    `pixels` is the number of pixels in a batch, `multiprocessors` the number of multiprocessors of
+    the GPU. The kernel's inputs are, in this order:
 
     - input of the residual block's last convolution, [pixels, channels];
     - weight [outputs, channels] and bias [outputs] of this convolution;

@@ -2,10 +2,10 @@
 
 Contract of all implementations (Girshick et al., R-CNN, appendix C): dx and dy are the box's centre
 minus the reference's centre, divided by the reference's width and height; dw and dh are the
-logarithms of the box's width and height divided by the reference's. Each delta is multiplied by a
-weight. A decoded box, before clipping, is at most 1000 / 16 times as wide and high as its
-reference. Boxes are xyxy, and arithmetic is float32. Implementations may differ in the rounding of
-`log` and `exp`.
+logarithms of the ratios box width / reference width and box height / reference height. Each delta
+is multiplied by a weight. A decoded box, before clipping, is at most 1000 / 16 times as wide and
+high as its reference. Boxes are xyxy, and arithmetic is float32. Implementations may differ in the
+rounding of `log` and `exp`.
 """
 
 import torch

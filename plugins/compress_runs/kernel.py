@@ -12,10 +12,10 @@ COMPRESS_RUNS = Kernel("compress_runs/compress_runs.cu", "compress_runs", (("THR
 def compress_runs_launch(masks: int, runs_capacity: int, capacity: int) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `COMPRESS_RUNS`.
 
-    A mask has at most `runs_capacity` runs, and its string at most `capacity` characters. Inputs
-    are the run lengths [masks, runs_capacity] int32 and the number of runs of each mask [masks]
-    int32. Outputs are the COCO RLE characters [masks, capacity] uint8 and the length of each mask's
-    string [masks] int32.
+    The rows of the tensors have room for `runs_capacity` runs and `capacity` characters per mask.
+    Inputs are the run lengths [masks, runs_capacity] int32 and the number of runs of each mask
+    [masks] int32. Outputs are the COCO RLE characters [masks, capacity] uint8 and the length of
+    each mask's string [masks] int32.
     """
     return Launch((masks, 1, 1), (_THREADS, 1, 1), (runs_capacity, capacity))
 

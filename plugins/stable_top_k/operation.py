@@ -1,7 +1,7 @@
 """`maskrcnn::stable_top_k` and `top_k_of_parts`: top k with ties broken by the lower index.
 
 Contract of all implementations: equal entries are ordered by index. Zeros of either sign are equal.
-NaN is larger than all numbers, and all NaN are equal. ONNX models use the standard operator TopK.
+NaN is larger than all numbers, and all NaN are equal. In ONNX, both use the standard operator TopK.
 """
 
 # Ties are common, because of padding and saturated scores. A defined order makes detections equal
