@@ -170,8 +170,8 @@ def export(
     if without_onnx and engines["strip_weights"]:
         raise click.UsageError(
             "--strip-weights needs an ONNX file from which the weights are inserted later, but the "
-            f"bundle will have no ONNX file in {without_onnx[0]}; leave out --strip-weights, or "
-            "choose another precision"
+            f"bundle will have no ONNX file for the precision {without_onnx[0]}; leave out "
+            "--strip-weights, or choose another precision"
         )
     if triton_repository and triton_repository.resolve().is_relative_to(bundle.resolve()):
         raise click.UsageError(

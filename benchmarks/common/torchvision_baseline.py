@@ -114,7 +114,8 @@ class TorchvisionTrainer:
             model.load_state_dict(own.model.state_dict())
         except RuntimeError as error:
             raise ConfigError(
-                "torchvision has no model of this configuration; measure without --peer"
+                "torchvision has no model with the architecture of this configuration; measure "
+                "without --peer"
             ) from error
         for name, parameter in own.model.named_parameters():
             model.get_parameter(name).requires_grad_(parameter.requires_grad)

@@ -278,7 +278,7 @@ def torchvision_from_checkpoint(checkpoint: "Checkpoint", precision: Precision) 
         model.load_state_dict(checkpoint.weights)
     except RuntimeError as error:
         raise CheckpointError(
-            "torchvision has no model of the checkpoint's configuration; measure without --peer "
+            "torchvision has no model with the checkpoint's architecture; measure without --peer "
             "torchvision"
         ) from error
 

@@ -36,6 +36,6 @@ def kernels(names: tuple[str, ...], json_path: Path | None, output: Path | None)
         )
     results = measure_kernels(
         working_cases(Workload(), names or KERNEL_CASES),
-        on_case=lambda case: click.echo(f"{case.kernel} {case.size} ...", err=True),
+        on_case=lambda case: click.echo(f"measuring {case.kernel}: {case.size} ...", err=True),
     )
     publish(kernels_record(results), json_path, output)

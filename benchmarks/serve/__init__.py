@@ -106,8 +106,8 @@ def serve(
     settings = ServeSettings(images=images, masks=MaskFormat(masks), **_with_defaults(values))
     if settings.http and settings.masks is MaskFormat.PROBABILITIES:
         raise click.UsageError(
-            "the HTTP API has no --masks probabilities; choose another mask format, or leave out "
-            "--http"
+            "the HTTP API does not support --masks probabilities; choose another mask format, or "
+            "leave out --http"
         )
     max_delay_ms, bulk = None, None
     if is_zoo_name(server) or Path(server).exists():
@@ -116,8 +116,8 @@ def serve(
         bulk = _measure_bulk(bundle, config, settings) if engine_rate else None
         if peer and config.max_batch == 1:
             raise click.UsageError(
-                "--peer unbatched compares the server with a server of --max-batch 1; raise "
-                "--max-batch above 1"
+                "--peer unbatched compares the server with one of --max-batch 1, but the server "
+                "has --max-batch 1 itself; raise --max-batch"
             )
         results = _print_results(measure_bundle(bundle, settings, options))
         if peer:

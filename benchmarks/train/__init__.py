@@ -75,6 +75,8 @@ def train(
     results = measure_training(
         train_config,
         settings,
-        on_run=lambda engine, precision: click.echo(f"{engine} in {precision} ...", err=True),
+        on_run=lambda engine, precision: click.echo(
+            f"measuring {engine} in {precision} ...", err=True
+        ),
     )
     publish(train_record(results), folder=output)

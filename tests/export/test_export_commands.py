@@ -123,7 +123,7 @@ def test_bf16_engines_need_their_weights(tiny_checkpoint: Path, tmp_path: Path) 
     options = ("--engine", "tensorrt", "--strip-weights", "--precision", "bf16")
     result = export(tiny_checkpoint, "-o", tmp_path / "bundle", *options)
     assert result.exit_code == 2
-    assert "the bundle will have no ONNX file in bf16; leave out --strip-weights" in result.output
+    assert "no ONNX file for the precision bf16; leave out --strip-weights" in result.output
 
 
 @pytest.mark.parametrize(
