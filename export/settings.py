@@ -114,6 +114,6 @@ def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) 
         raise BundleError(
             "inputs of type uint8 would round pixels to integers, but the resize rule "
             f"{preprocessing.resize} keeps fractions; omit --input-dtype, or convert the weights "
-            "with preprocessing.resize=pillow"
+            "with preprocessing.resize=pillow, which rounds pixels"
         )
     return input_dtype or ("float32" if needs_floats else "uint8")

@@ -73,7 +73,7 @@ def _check_profiles(bundle: Path, artifact: Artifact) -> None:
             f"{bundle / artifact.path} has plugins and an optimization profile with several batch "
             "sizes, which leaks GPU memory in Triton "
             "(https://github.com/NVIDIA/TensorRT/issues/4849); export the bundle again with "
-            "--triton-repository, or with --no-plugins"
+            "--triton-repository, which builds one profile per batch size, or with --no-plugins"
         )
 
 

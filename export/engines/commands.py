@@ -105,7 +105,7 @@ def refit(bundle: Path) -> None:
     for path in refitted:
         click.echo(f"inserted the weights into {path}")
     if not refitted:
-        click.echo(f"{bundle} has no engine without weights: nothing to insert")
+        click.echo(f"{bundle} has no engine with missing weights; there is nothing to insert")
 
 
 def table_of_times(times: Mapping[str, float], kinds: Mapping[str, str]) -> Table:

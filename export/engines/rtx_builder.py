@@ -28,8 +28,8 @@ class RtxEngineBuilder(EngineBuilder):
             raise EngineError(
                 f"{self.product} {self._trt.__version__} builds for the compute capabilities "
                 f"{', '.join(available)}, not {', '.join(unknown)}; choose others with "
-                "--compute-capability, or export with --engine tensorrt on a machine with such a "
-                "GPU"
+                "--compute-capability, or export with --engine tensorrt on a machine with a GPU of "
+                f"compute capability {unknown[0]}"
             )
         return tuple(dict.fromkeys(chosen))
 
