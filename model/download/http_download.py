@@ -209,7 +209,10 @@ class _Download:
                 self._restart(start, version, sent)
             elif first != start or not version.agrees_with(sent):
                 self.partial.remove()
-                raise _AttemptError("the server sent another byte range or version than requested")
+                raise _AttemptError(
+                    "the server sent another byte range, or another version of the file, than "
+                    "requested"
+                )
             total = sent.total
             if total is not None:
                 check_free_space(self.partial.path, total - self.partial.size)

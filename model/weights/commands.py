@@ -79,7 +79,10 @@ def list_() -> None:
     # Print plain lines, because a table of rich would cut names on narrow terminals.
     for model in ZOO_MODELS:
         click.echo(f"{model!s:<65} {model.dataset:<10} {model.min_size}/{model.max_size}")
-    click.echo("\ncolumns: name; training data; test size (shorter side / maximum of the longer)")
+    click.echo(
+        "\ncolumns: name; training data; test size in pixels (shorter side / maximum of the longer "
+        "side)"
+    )
     for zoo, licence in LICENCES.items():
         click.echo(f"licence of the weights of {zoo}: {licence}")
 

@@ -147,8 +147,8 @@ def build_model(
             else "torch.hub has no function for this backbone"
         )
         raise WeightsError(
-            f"{source} has the backbone {backbone.name} {backbone.features}, not {name} "
-            f"{features}; {remedy}"
+            f"{source} has the backbone {backbone.name} {backbone.features}, but this function "
+            f"builds models with {name} {features}; {remedy}"
         )
     return checkpoint.build_model()
 

@@ -87,7 +87,7 @@ def test_plans_are_replaced(trt: FakeTensorRT, stripped: Path) -> None:
     assert len(trt.model.graph.initializer) > 10
     second = CliRunner().invoke(engine, ["refit", str(stripped)])
     assert second.exit_code == 0
-    assert f"{stripped} has no engine without weights" in second.output
+    assert f"{stripped} has no engine with missing weights" in second.output
 
 
 def test_failure_leaves_the_bundle_as_it_is(trt: FakeTensorRT, stripped: Path) -> None:
