@@ -209,7 +209,8 @@ def _head_settings(tensors: Mapping[str, Tensor]) -> Settings:
     deltas, masks = (tensors.get(f"{name}.weight") for name in (BOX_DELTAS, MASK_LOGITS))
     if deltas is None or masks is None:
         raise WeightsError(
-            "the weights lack the box regression or the mask head; give those of a Mask R-CNN"
+            "the weights lack the box regression or the mask head; give the weights of a whole "
+            "Mask R-CNN"
         )
     settings: Settings = {
         "num_classes": len(tensors[f"{CLASS_SCORES}.weight"]) - 1,

@@ -83,7 +83,8 @@ def _checked_sizes(
         if not (0 < size[0] <= height and 0 < size[1] <= width):
             raise ValueError(
                 f"an image of {image.shape[1]}x{image.shape[2]} pixels (height x width) cannot be "
-                f"resized to {size[0]}x{size[1]} in a batch of {height}x{width}"
+                f"resized to {size[0]}x{size[1]} in a batch of {height}x{width}; each side must "
+                "have at least 1 pixel and fit into the batch"
             )
     return pairs
 

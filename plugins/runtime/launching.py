@@ -84,8 +84,8 @@ def _function(kernel: Kernel, device: torch.device) -> Any:
     """Compile a kernel for a GPU, load it there, and return its driver handle."""
     if torch.cuda.is_current_stream_capturing():
         raise KernelError(
-            f"kernel {kernel.name} cannot be loaded while a CUDA graph is captured: run the "
-            f"function once on {device} before capturing it"
+            f"kernel {kernel.name} cannot be loaded while a CUDA graph is captured; run the code "
+            f"to capture once on {device} before capturing it"
         )
     major, minor = torch.cuda.get_device_capability(device)
     capability = 10 * major + minor
