@@ -107,7 +107,7 @@ def train(
         from .curves import draw_curves  # matplotlib takes a second
 
         click.echo(f"the final checkpoint is {checkpoint}")
-        click.echo(f"the curves are in {draw_curves(checkpoint.parent)}")
+        click.echo(f"the training curves are in {draw_curves(checkpoint.parent)}")
 
 
 def _warn_of_late_steps(solver: "SolverConfig") -> None:

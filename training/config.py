@@ -153,7 +153,7 @@ class EvaluationConfig(FrozenConfig):
         if stops_early and not (self.per_epoch or self.period or self.skip_test):
             raise ValueError(
                 "min_bbox_ap, min_mask_ap and patience need evaluations during training; set "
-                "per_epoch=true or period"
+                "per_epoch=true, or set period to a number of iterations"
             )
         return self
 

@@ -65,11 +65,13 @@ def files_and_folder(
 
     for image in images:
         if is_address(image):
-            raise click.UsageError(f"{image} is an address; reading it requires --ray")
+            raise click.UsageError(
+                f"{image} is an address, not a local path; reading it requires --ray"
+            )
     if is_address(output):
         raise click.UsageError(
-            f"{output} is an address, which only predict --ray can write to; choose a folder with "
-            "--output"
+            f"{output} is an address, not a local folder, and only predict --ray can write to it; "
+            "choose a folder with --output"
         )
     files, folder = image_files([Path(image) for image in images]), Path(output)
     check_folder(folder, files, formats)

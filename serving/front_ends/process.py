@@ -71,7 +71,11 @@ async def _serve(
         else:
             server.add_secure_port(address, certificate.grpc_credentials())
     except RuntimeError:
-        _log.error("the front-end process cannot listen on %s", address)
+        _log.error(
+            "the front-end process cannot listen on %s; choose an address of this machine and a "
+            "free port",
+            address,
+        )
         sys.exit(1)
     await server.start()
     link.send(Frame.READY)

@@ -36,8 +36,8 @@ class AcceptFailures:
             is_first, self._latest = now - self._latest >= _BURST_END_S, now
         if is_first:
             _log.warning(
-                "new connections must wait (%s); raise the limit with ulimit -n, or set a lower "
-                "max_connections",
+                "new connections must wait (%s); raise the limit of open files with ulimit -n, or "
+                "set a lower max_connections",
                 error.strerror,
             )
         return True

@@ -152,7 +152,9 @@ def reject_parameters(owner: str, parameters: Mapping[str, pb.InferParameter]) -
     if any(name.startswith("shared_memory_") for name in parameters):
         raise InvalidRequestError(f"{owner}: {SHARED_MEMORY}")
     if parameters:
-        raise InvalidRequestError(f"{owner} has the unknown parameter {min(parameters)!r}")
+        raise InvalidRequestError(
+            f"{owner} has the unknown parameter {min(parameters)!r}; remove the parameter"
+        )
 
 
 def check_contents(tensor: InputTensor, raw: bytes | None) -> None:

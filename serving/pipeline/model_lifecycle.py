@@ -85,7 +85,7 @@ class ModelLifecycle:
             # An empty context: the task outlives the request that triggers the reload, so it must
             # not inherit that request's log ID and trace.
             self._running = self._tasks.create_task(model.run(), context=Context())
-            _log.info("the bundle is reloaded: %s", model.manifest.model_name)
+            _log.info("reloaded the bundle of model %s", model.manifest.model_name)
             await released
 
     async def unload(self) -> None:
@@ -96,7 +96,7 @@ class ModelLifecycle:
         async with self._changing:
             self.model.is_unloaded = True
             await self._release()
-            _log.info("the model is unloaded: %s", self.model.manifest.model_name)
+            _log.info("unloaded model %s", self.model.manifest.model_name)
 
     async def _load_within_limit(self) -> ServedModel:
         """Load and warm up a new model. A disk or a driver may hang, so there is a time limit.

@@ -101,9 +101,9 @@ class PendingMessages:
                     "request, or raise the server's --receive-timeout-s"
                 ) from None
             raise QueueFullError(
-                "too many requests to the server have not arrived completely (the limit depends on "
-                "queue_size), so it rejected this request, the oldest incomplete one of its "
-                "connection; try again later"
+                "the server has too many incompletely received requests (the limit depends on "
+                "queue_size), and this request is the oldest of them on its connection; try again "
+                "later"
             ) from None
         finally:
             self._waits.pop(wait, None)

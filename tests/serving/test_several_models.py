@@ -133,7 +133,9 @@ async def test_models_have_queues_and_states_of_their_own(
 
         caplog.clear()
         reload.set()
-        await until(lambda: all(f"is reloaded: {own.name}" in caplog.text for own in models))
+        await until(
+            lambda: all(f"reloaded the bundle of model {own.name}" in caplog.text for own in models)
+        )
 
 
 async def test_reloads_cannot_give_a_model_the_name_of_another(

@@ -66,8 +66,8 @@ async def test_failed_load_leaves_the_model_as_it_was(
         await hang_while_serving(server)
     with contextlib.suppress(OSError):
         os.close(os.open(manifest, os.O_WRONLY | os.O_NONBLOCK))  # ends the threads
-    assert f"the model is unloaded: {MODEL}" in caplog.text
-    assert f"the bundle is reloaded: {MODEL}" in caplog.text
+    assert f"unloaded model {MODEL}" in caplog.text
+    assert f"reloaded the bundle of model {MODEL}" in caplog.text
 
 
 async def test_hanging_load_is_cancelled(

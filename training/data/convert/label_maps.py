@@ -40,8 +40,8 @@ def read_label_map(path: Path, modes: Collection[str]) -> NDArray[np.int64]:
         ) from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
-            f"{path} is not a readable PNG file: {error}; replace it by that of the original data "
-            "set"
+            f"{path} is not a readable PNG file: {error}; replace it by the file of the original "
+            "data set"
         ) from None
     if mode not in modes:
         raise DataError(
