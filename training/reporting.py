@@ -180,8 +180,8 @@ class TrainingReport:
         self.record_metrics(done, values)
         if not losses.isfinite().all():
             raise DivergenceError(
-                f"a loss was NaN or infinite in the last {len(losses)} of the {done} iterations so "
-                "far"
+                f"a loss was NaN or infinite in at least one of the last {len(losses)} iterations, "
+                f"up to iteration {done}"
             )
 
 

@@ -110,7 +110,7 @@ def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
         values = (f"{name} {metrics[f'{iou_type}/{name}']:.3f}" for name in ("AP", "AP50", "AP75"))
         click.echo(f"{IOU_TITLES[iou_type]}: {', '.join(values)}")
     click.echo(f"the final checkpoint is {checkpoint}")
-    click.echo(f"curves: {draw_curves(checkpoint.parent)}")
+    click.echo(f"the training curves are in {draw_curves(checkpoint.parent)}")
     if metrics and config.data.val is not None:
         dataset, worst = CocoDataset(config.data.val), checkpoint.with_name("worst.png")
         results = json.loads((checkpoint.parent / RESULTS_FOLDER / "segm.json").read_text())

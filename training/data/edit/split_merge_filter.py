@@ -210,7 +210,7 @@ def _merge_categories(
         if old in labels:
             raise DataError(
                 f"the data set with the images {folder} has two categories with id {old}; change "
-                "one of them"
+                "one of the two ids"
             )
         if name not in categories:
             is_free = isinstance(old, int) and old not in taken

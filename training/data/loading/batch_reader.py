@@ -268,5 +268,5 @@ def read_image(
         raise ImageError(f"{record.path}: {error}") from None
     raise ImageError(
         f"{record.path}: the image is {image.shape[0]}x{image.shape[1]} pixels, but annotated as "
-        f"{record.height}x{record.width}"
+        f"{record.height}x{record.width} (height x width)"
     )

@@ -66,8 +66,8 @@ def decode_images(images: Sequence[EncodedImage], device: torch.device) -> list[
     for image, pixels in zip(images, decoded, strict=True):
         if isinstance(pixels, ImageError):
             raise DataError(
-                f"{image.name} cannot be decoded ({pixels}); to skip such files, set "
-                "data.decode=workers"
+                f"{image.name} cannot be decoded ({pixels}); only the data-loading processes can "
+                "skip such files, so set data.decode=workers to skip them"
             )
         resized = resize_pixels(pixels, image.size, image.resize)
         results.append(resized.flip(2) if image.flip else resized)
