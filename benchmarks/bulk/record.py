@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 _GOAL = 0.7
 
 _IMAGES_NOTE = """\
-Images are {images}. All images of a batch have the same input size of the model. All steps run
-concurrently, each on a different batch, and the clock starts when all steps are busy. The table of
-throughput has these columns:
+Images are {images}. All images of a batch are resized and padded to the same input size. All steps
+run concurrently, each on a different batch, and the clock starts when all steps are busy. The table
+of throughput has these columns:
 """
 _THROUGHPUT_MEANINGS = {
     "images/s": "throughput from files in host memory to detections with COCO RLE masks in host "
