@@ -40,8 +40,10 @@ _MEMORY_GOAL = 6
 
 _METHOD_NOTE = """\
 Each engine is measured in a process of its own for each precision, in ascending order of batch
-sizes. Latency is measured first: each batch starts when the previous one is complete. For the
-throughput, the same number of batches is queued back to back, with one wait at the end.
+sizes. Latency is measured first: each batch starts when the previous one is complete. Then the
+throughput is measured with as many batches as the latency: they are queued back to back, with one
+wait at the end.
+
 """
 _COLUMNS_NOTE = "The tables of speed have these columns:"
 _COLUMN_MEANINGS = {
