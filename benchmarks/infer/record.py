@@ -43,7 +43,6 @@ Each engine is measured in a process of its own for each precision, in ascending
 sizes. Latency is measured first: each batch starts when the previous one is complete. Then the
 throughput is measured with as many batches as the latency: they are queued back to back, with one
 wait at the end.
-
 """
 _COLUMNS_NOTE = "The tables of speed have these columns:"
 _COLUMN_MEANINGS = {
