@@ -70,9 +70,9 @@ def evaluate(
 
     `maskrcnn eval CHECKPOINT CONFIG [KEY=VALUE]...` evaluates on data.val of CONFIG. The arguments
     are those of `maskrcnn train`. The command can also be started by `torchrun`. The model is the
-    checkpoint's, and the section `model` of CONFIG is ignored. In this section, KEY=VALUE can set
-    only keys that affect inference, such as model.roi.score_threshold. The result files are written
-    to the folder `inference` in output_dir.
+    checkpoint's, so the section `model` of CONFIG is ignored. KEY=VALUE can change keys of the
+    checkpoint's model that affect only inference, such as model.roi.score_threshold. The result
+    files are written to the folder `inference` in output_dir.
 
     CHECKPOINT can also be weights of another implementation, or a name that `maskrcnn weights list`
     prints.

@@ -59,9 +59,9 @@ def infer(
     """Measure models in every precision at every batch size.
 
     A model is a bundle, which --backend runs, or a checkpoint or weights of another implementation,
-    which torch runs. It can also be a name that `maskrcnn weights list` prints. The weights of this
-    name are exported once into the cache folder, and measured as a bundle. With --peer torchvision,
-    torchvision's model with these weights is measured too.
+    which torch runs. It can also be a name that `maskrcnn weights list` prints. The published model
+    of this name is exported once into the cache folder, and measured as a bundle. With --peer
+    torchvision, torchvision's model with its weights is measured too.
 
     All models get the same input. Its size is --shape, by default the first input size of the first
     model. If an engine fails, it is reported, and the others are still measured. The exit code is

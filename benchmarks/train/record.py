@@ -44,8 +44,7 @@ _COLUMN_MEANINGS = {
 }
 _TORCHVISION_NOTE = """\
 Torchvision's model is trained with the same initial weights, optimiser and images as this project's
-model. It draws its own random samples of anchors and proposals, keeps its own memory layout, and
-averages some losses over images instead of over the batch.
+model. It draws its own random samples of anchors and proposals, and keeps its own memory layout.
 """
 
 

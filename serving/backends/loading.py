@@ -78,7 +78,7 @@ def load_backend(
 
     Raises:
         BundleError: the bundle is damaged or lacks the precision.
-        BackendError: the backend does not run on this machine or with this batch size.
+        BackendError: the backend does not run on this machine, or does not support `max_batch`.
     """
     # CUDA reads the variable when it is first used in a process.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(_HARDWARE_QUEUES))

@@ -27,7 +27,7 @@ def bundle_for_backend(
         buckets: Input sizes to export. Empty: the model's own input sizes.
 
     Raises:
-        ZooError: The model zoo does not have the model, or this package does not support it.
+        ZooError: No published model has this name, or this package does not support the model.
         DownloadError: The download failed, or the checksum of the downloaded file is wrong.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
     """

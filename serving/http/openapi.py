@@ -24,7 +24,7 @@ class JsonRle(BaseModel):
 
 
 class JsonTiming(BaseModel):
-    """Durations of the stages in microseconds."""
+    """Durations of the stages of a request in the server, in microseconds."""
 
     decode_us: int
     queue_us: int
