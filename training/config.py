@@ -200,7 +200,7 @@ class TrainConfig(FrozenConfig):
     the first run: auto (on a GPU, for 3,000 iterations or more), true or false."""
     weights: str | None = None
     """Initial weights of the model or its backbone: a file, an http(s) address, the name of
-    torchvision weights, or a name of `maskrcnn weights list`. Formats: this project, torchvision,
+    torchvision weights, or a name from `maskrcnn weights list`. Formats: this project, torchvision,
     detectron2, maskrcnn-benchmark, NVIDIA and Caffe2. None: random weights."""
     checkpoint_period: int = Field(2500, ge=1)
     """Iterations between checkpoints."""

@@ -103,7 +103,7 @@ class RunFolder:
         If this file is missing, return the newest checkpoint.
 
         Raises:
-            FileNotFoundError: The folder contains no run.
+            FileNotFoundError: The folder contains no checkpoint.
         """
         pointer = self.path / _LAST
         # The file is missing if a run was killed before it, or if only checkpoints were copied.

@@ -74,7 +74,7 @@ class LoadWindow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLoad:
-    """Share of a load that one client process sends, with server address, requests and times."""
+    """Share of a load that one client process sends: server address, requests and send times."""
 
     address: str
     load: Load

@@ -1,4 +1,4 @@
-"""Creation of engine builders from options, and reduction of a model's top-k for TensorRT."""
+"""Creation of engine builders from options, and lowering of k in top-k for TensorRT."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -38,7 +38,7 @@ class _TupleModel(nn.Module):
 def program_from_model(
     model: MaskRCNN, bucket: ShapeBucket, input_dtype: torch.dtype
 ) -> ExportedProgram:
-    """Export a model's detection for one input size, with a dynamic batch size.
+    """Export the inference of a model for one input size, with a dynamic batch size.
 
     Args:
         model: detector on the CPU, in evaluation mode, modified by `optimize_for_gpu`.
@@ -47,8 +47,8 @@ def program_from_model(
 
     Returns:
         A program of ATen operations and the custom operations of `plugins`. It takes images
-            [B, 3, H, W] and image sizes [B, 2], and returns the tensors that `model.bundle.spec`
-            names as outputs.
+            [B, 3, H, W] and image sizes [B, 2], and returns the outputs that the module
+            `model/bundle/spec.py` lists.
     """
     # Two images, because a batch of one would be treated as a constant.
     images = torch.zeros(2, 3, *bucket, dtype=input_dtype)

@@ -296,7 +296,10 @@ def _roi_levels(
 
 
 def _indexed_rois(rois: Tensor, inclusive: bool) -> Tensor:
-    """Convert RoIs [B, R, 4] to torchvision's [B * R, 5]. The first column is the image index."""
+    """Convert RoIs [B, R, 4] to torchvision's [B * R, 5], with the image index first.
+
+    If `inclusive`, 1 is subtracted from the right and bottom sides.
+    """
     images = torch.arange(rois.shape[0], dtype=rois.dtype, device=rois.device)
     images = images[:, None, None].expand(-1, rois.shape[1], 1)
     near, far = rois[..., :2], rois[..., 2:] - float(inclusive)

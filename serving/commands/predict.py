@@ -72,7 +72,7 @@ def predict(
 ) -> None:
     """Detect objects in IMAGES with MODEL, without a server.
 
-    MODEL is a bundle, a checkpoint, or a name of `maskrcnn weights list`, such as
+    MODEL is a bundle, a checkpoint, or a name from `maskrcnn weights list`, such as
     torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or a name is exported once, in fp32 unless
     --precision is given, into the cache folder. IMAGES are files and folders, without subfolders.
     """

@@ -182,7 +182,7 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
 
     On SIGTERM or Ctrl+C the server finishes the in-flight requests and ends.
 
-    MODEL is a bundle, a checkpoint, or a name of `maskrcnn weights list`, such as
+    MODEL is a bundle, a checkpoint, or a name from `maskrcnn weights list`, such as
     torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or a name is exported once, in fp32 unless
     --precision is given, into the cache folder. NAME=MODEL gives the model another name. Of a
     folder with bundles in NAME/VERSION, the newest version of each model is served. Several models

@@ -80,8 +80,8 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse received data.
 
-        A request is rejected if its head exceeds 64 KiB, or if it sends more than 64 KiB of chunk
-        extensions and trailers since the last data of its body.
+        A request is rejected if its head exceeds 64 KiB, or if more than 64 KiB of chunk extensions
+        and trailers arrive without body data in between.
         """
         self._received = data
         self._bytes_since_body += len(data)
