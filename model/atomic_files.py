@@ -24,7 +24,8 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     Raises:
         OSError: The file cannot be written.
     """
-    if path.exists() and not path.is_file():  # /dev/null must not be replaced
+    # Neither /dev/null nor the link /dev/stdout must be replaced.
+    if path.exists() and (not path.is_file() or path.absolute().parts[1] in ("dev", "proc")):
         with path.open("wb") as file:
             yield file
         return

@@ -22,7 +22,7 @@ _PLOTS: Mapping[str, Sequence[str]] = {
 def draw_curves(folder: Path) -> Path:
     """Plot the values in `folder/metrics.jsonl` over the iterations. Return the PNG file's path."""
     lines = (folder / METRICS_FILE).read_text().splitlines()
-    # The last line is damaged if the disk was full.
+    # Lines are damaged if the disk was full.
     entries = [json.loads(line) for line in lines if math.isfinite(iteration_of(line))]
     figure = Figure(figsize=(5 * len(_PLOTS), 4), layout="constrained")
     for axes, (title, names) in zip(figure.subplots(1, len(_PLOTS)), _PLOTS.items(), strict=True):

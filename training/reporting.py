@@ -146,9 +146,7 @@ class TrainingReport:
         try:
             self._jsonl.write(json.dumps(values) + "\n")
         except OSError as error:  # a full disk need not end the run before the next checkpoint
-            logger.warning(
-                "cannot write %s: %s; the run continues without it", self._path, error.strerror
-            )
+            warn_of_unwritten(self._path, error)
             with suppress(OSError):
                 self._jsonl.close()
 
@@ -212,6 +210,13 @@ def _remove_lines_after(iteration: int, path: Path) -> None:
     if len(kept) < len(lines):
         with atomic_write(path) as file:
             file.write("".join(kept).encode())
+
+
+def warn_of_unwritten(path: Path, error: OSError) -> None:
+    """Log a warning that a file cannot be written, and that training continues without it."""
+    logger.warning(
+        "cannot write %s: %s; the run continues without it", path, error.strerror or error
+    )
 
 
 def iteration_of(line: str) -> float:

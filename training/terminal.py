@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .distributed import Worker, is_main_process
 from .evaluation.validation import ExpectationError
-from .reporting import DivergenceError
+from .reporting import DivergenceError, warn_of_unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,7 @@ class _FileHandler(logging.FileHandler):
             super().handleError(record)
             return
         _package_logger().removeHandler(self)
-        reason = error.strerror
-        logger.warning(
-            "cannot write %s: %s; the run continues without it", self.baseFilename, reason
-        )
+        warn_of_unwritten(Path(self.baseFilename), error)
 
     def close(self) -> None:
         """Close the file. A pending line that cannot be written is lost."""

@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,6 +75,8 @@ def open_trackers(config: TrainConfig, first_iteration: int) -> list[Tracker]:
         try:
             remote = (_MLflow if name == "mlflow" else _WandB)(config, ids.get(name))
         except Exception as error:  # the libraries have no common base class of errors
+            for started in trackers:
+                started.close(failed=True)
             raise ConfigError(
                 f"the tracker {name} cannot start: {error}; set it up by its environment "
                 f"variables, or remove {name} from trackers"
@@ -107,8 +110,10 @@ class _TensorBoard:
         self._writer.add_image(path.parent.name, pixels, iteration, dataformats="HWC")
 
     def close(self, *, failed: bool) -> None:
-        threading.excepthook = self._print_traceback
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            threading.excepthook = self._print_traceback
 
     def _print_traceback_of_others(self, args: threading.ExceptHookArgs) -> None:
         if type(args.thread).__module__.startswith("tensorboard."):
@@ -184,7 +189,9 @@ class _Tolerant:
             logger.warning(
                 "the tracker %s failed, so the run continues without it: %s", self._name, error
             )
-            self._tracker = None
+            failed, self._tracker = self._tracker, None
+            with suppress(Exception):
+                failed.close(failed=True)
 
     def close(self, *, failed: bool) -> None:
         if self._tracker is None:

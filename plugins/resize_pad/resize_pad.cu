@@ -16,8 +16,8 @@ struct Image {
 // Weights of source pixels along one axis.
 struct Axis {
     int size;
-    // Quotient of the sizes before and after resizing, and the distances at which a weight is zero
-    // and by which it falls per source pixel.
+    // Quotient of the sizes before and after resizing, distance in source pixels at which a weight
+    // is zero, and fall of a weight per source pixel.
     float scale, reach, step;
 
     __device__ Axis(int size, int resized)

@@ -37,7 +37,7 @@ def resnet_stem_kernel(pixel_type: PixelType, value_type: ValueType, sm90: bool)
 def resnet_stem_launch(
     batch: int, height: int, width: int, rows: int, columns: int, sm90: bool
 ) -> Launch:
-    """Return the grid, block and scalar arguments of `resnet_stem_kernel`.
+    """Return the grid, block and scalar arguments of `resnet_stem_kernel` with the same `sm90`.
 
     Inputs are the arguments of `maskrcnn::resnet_stem`, with images [batch, 3, height, width]. The
     output is [batch, rows, columns, 64].

@@ -69,10 +69,12 @@ resnet_stem(const PIXEL* __restrict__ images, const long long* __restrict__ imag
     // First row and column of the tile of the convolution.
     const int first_row = 2 * pooled_row - 1, first_column = 2 * pooled_column - 1;
     const Map size = {height, width}, hidden = size.halved(), pooled = hidden.halved();
-    const Map image = {static_cast<int>(image_sizes[2 * blockIdx.z]),
-                       static_cast<int>(image_sizes[2 * blockIdx.z + 1])};
-    images += 3ll * height * width * blockIdx.z;
-    pixels.load<THREADS, PAIRS_AT_ONCE>(images, height * width, width, image,
+    // Sizes beyond the padded images would let the loads read other memory.
+    const Map image = {min(static_cast<int>(image_sizes[2 * blockIdx.z]), height),
+                       min(static_cast<int>(image_sizes[2 * blockIdx.z + 1]), width)};
+    const long long plane = static_cast<long long>(height) * width;
+    images += 3 * plane * blockIdx.z;
+    pixels.load<THREADS, PAIRS_AT_ONCE>(images, plane, width, image,
                                         2 * first_row - KERNEL / 2, 2 * first_column - KERNEL / 2,
                                         mean, std, 0.f);
     __syncthreads();

@@ -110,11 +110,13 @@ resnet_stem_sm90(const PIXEL* __restrict__ images, const long long* __restrict__
     const int first_row = 2 * GROUPS * POOLED_ROWS * blockIdx.y - 1;
     const int first_column = 2 * pooled_column - 1;
     const Map size = {height, width}, hidden = size.halved(), pooled = hidden.halved();
-    const Map image = {static_cast<int>(image_sizes[2 * blockIdx.z]),
-                       static_cast<int>(image_sizes[2 * blockIdx.z + 1])};
-    images += 3ll * height * width * blockIdx.z;
+    // Sizes beyond the padded images would let the loads read other memory.
+    const Map image = {min(static_cast<int>(image_sizes[2 * blockIdx.z]), height),
+                       min(static_cast<int>(image_sizes[2 * blockIdx.z + 1]), width)};
+    const long long plane = static_cast<long long>(height) * width;
+    images += 3 * plane * blockIdx.z;
     load_weights(weight, shared.weights[0]);
-    shared.pixels.load<THREADS, PAIRS_AT_ONCE>(images, height * width, width, image,
+    shared.pixels.load<THREADS, PAIRS_AT_ONCE>(images, plane, width, image,
                                                2 * first_row - KERNEL / 2,
                                                2 * first_column - KERNEL / 2, mean, std, 1.f);
     __syncthreads();
@@ -169,5 +171,8 @@ resnet_stem_sm90(const PIXEL* __restrict__ images, const long long* __restrict__
                      output + (line * pooled.width + pooled_column) * CHANNELS);
         synchronise_warpgroup(1 + group);
     }
+#else
+    // Operations launch this kernel only on GPUs for which it is compiled.
+    __trap();
 #endif
 }

@@ -37,7 +37,7 @@ struct PixelTile {
     // `plane` is the number of values of a channel, `width` that of its rows, padding included. A
     // thread of a block of THREADS loads AT_ONCE pairs before it stores them.
     template <int THREADS, int AT_ONCE>
-    __device__ void load(const PIXEL* images, int plane, int width, Map image, int first_row,
+    __device__ void load(const PIXEL* images, long long plane, int width, Map image, int first_row,
                          int first_column, const float* mean, const float* std, float fourth) {
         float scale[3], offset[3];
 #pragma unroll
@@ -58,7 +58,7 @@ struct PixelTile {
                     const bool inside = image.has(row, column + k);
 #pragma unroll
                     for (int channel = 0; channel < 3; ++channel) {
-                        const PIXEL* value = source + static_cast<long long>(channel) * plane + k;
+                        const PIXEL* value = source + channel * plane + k;
                         values[i][k][channel] = inside ? *value : static_cast<PIXEL>(0);
                     }
                 }

@@ -6,7 +6,7 @@
 constexpr int WARPGROUP = 128;
 
 // Position of a matrix in shared memory. The matrix consists of blocks of 8 rows x 8 values. A block
-// is 128 neighbouring bytes, row by row. Distances are in bytes and divide by 16.
+// is 128 neighbouring bytes, row by row. Distances are in bytes, and multiples of 16.
 struct SharedMatrix {
     unsigned long long bits;
 
@@ -16,7 +16,7 @@ struct SharedMatrix {
                static_cast<unsigned long long>(along_row >> 4) << 16 |
                static_cast<unsigned>(__cvta_generic_to_shared(values)) >> 4) {}
 
-    // Move the matrix by a number of bytes that divides by 16.
+    // Move the matrix by a number of bytes, a multiple of 16.
     __device__ void move(int bytes) { bits += bytes / 16; }
 };
 

@@ -46,6 +46,18 @@ def test_stem_equals_separate_operations(
     )
 
 
+def test_sizes_beyond_the_images_are_those_of_the_images(device: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randint(0, 256, (2, 3, 37, 61), generator=generator, dtype=torch.uint8)
+    weight = (torch.randn(64, 3, 7, 7, generator=generator) / 12).half()
+    others = [arranged_weight(weight), torch.zeros(64).half(), MEAN, STD]
+    beyond, own = (
+        resnet_stem(*(x.to(device) for x in (images, torch.tensor([size] * 2), *others)))
+        for size in ((37 + 1000, 61 + 1000), (37, 61))
+    )
+    assert torch.equal(beyond, own)
+
+
 def test_infinite_and_nan_weights_are_not_hidden(device: str) -> None:
     weight = torch.zeros(64, 3, 7, 7)
     weight[3, 0, 3, 3], weight[5, 1, 0, 0] = torch.inf, torch.nan

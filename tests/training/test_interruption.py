@@ -100,7 +100,9 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(
         assert caplog.text.count(f"{name}: No space left on device") == 1
 
 
+@pytest.mark.parametrize("successes", [1, 66], ids=["early", "at the end"])
 def test_a_failing_tensorboard_does_not_end_the_run(
+    successes: int,
     tiny: LoadTiny,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -112,7 +114,7 @@ def test_a_failing_tensorboard_does_not_end_the_run(
     write, writes = RecordWriter.write, itertools.count()
 
     def fail_after_first(writer: Any, data: bytes) -> None:
-        if next(writes):
+        if next(writes) >= successes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(writer, data)
 

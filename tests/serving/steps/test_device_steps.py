@@ -214,6 +214,20 @@ def test_timing_of_each_stage(backend: TorchBackend, manifest: Manifest) -> None
         assert timing.batch_size == 3
 
 
+@pytest.mark.gpu
+def test_waiting_for_the_previous_batch_is_queue_time(
+    backend: TorchBackend, manifest: Manifest
+) -> None:
+    requests = planned([smooth(0, LANDSCAPE)], backend, manifest, DEFAULT_OPTIONS)
+    steps = DeviceSteps(backend, manifest)
+    for _ in range(2):  # the first batch captures the model's CUDA graph
+        (outcome,) = run_in_batches(requests, steps, max_batch=1)
+        with torch.cuda.stream(steps._computing):
+            torch.cuda._sleep(10**9)
+    assert isinstance(outcome, Detections)
+    assert outcome.timing.queue_us > 100_000 > outcome.timing.infer_us
+
+
 def test_no_detections(backend: TorchBackend, manifest: Manifest) -> None:
     options = DetectionOptions(score_threshold=1)
     for own, _ in both_ways([smooth(0, LANDSCAPE)], backend, manifest, options):

@@ -83,10 +83,8 @@ def instance_from_annotation(
         raise InvalidAnnotationError("box without area inside the image")
     repairs = [] if is_complete else ["invalid polygon beside valid ones; left out"]
     area: Any = annotation.get("area")
-    # Evaluation would ignore objects of a negative area, and those above 10^10 square pixels.
-    is_number = isinstance(area, _NUMBERS)
-    if not is_number or not 0 <= area <= limit * limit:
-        if is_number:
+    if not is_possible_area(area, height, width):
+        if isinstance(area, _NUMBERS):
             repairs.append("impossible area; computed from the segmentation")
         area = mask_from_segmentation(segmentation, (height, width), (height, width)).sum()
     name = annotation.get("id", -1)
@@ -99,6 +97,12 @@ def instance_from_annotation(
         segmentation=segmentation,
     )
     return instance, repairs
+
+
+def is_possible_area(area: Any, height: int, width: int) -> bool:
+    """Return whether a value is a number that can be an area in an image of this size in pixels."""
+    # Evaluation would ignore objects of a negative area, and those above 10^10 square pixels.
+    return isinstance(area, _NUMBERS) and 0 <= area <= float(MAX_EXTENT * max(height, width)) ** 2
 
 
 def coco_from_segmentation(segmentation: Segmentation) -> list[list[float]] | dict[str, Any]:

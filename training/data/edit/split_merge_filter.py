@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ....model.bundle.spec import MAX_PIXELS
-from ..coco.annotations import InvalidAnnotationError, instance_from_annotation
+from ..coco.annotations import InvalidAnnotationError, instance_from_annotation, is_possible_area
 from ..coco.dataset import DataError, SourceContent
 from ..coco.numbers import id_from, integer_from
 
@@ -202,6 +202,10 @@ def _merge_categories(
     labels: dict[int | str | None, int] = {}
     for entry in entries:
         name, old = entry.get("name"), id_from(entry.get("id"))
+        if old is None:
+            raise DataError(
+                f"category {name!r} of the data set with the images {folder} has no id; add an id"
+            )
         if not isinstance(name, str):
             raise DataError(
                 f"category {old} of the data set with the images {folder} has no name; add a "
@@ -232,16 +236,17 @@ def _shape_of(annotation: Mapping[str, Any]) -> bytes | int:
 def _area_of(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> float:
     """Return the area of an annotation.
 
-    If the annotation has no area, it is computed from the segmentation. If the segmentation is
-    invalid, or `image` (the image's entry in `images`) has no valid size, the area of the box is
-    returned.
+    If the annotation has no possible area, it is computed from the segmentation. If the
+    segmentation is invalid, or `image` (the image's entry in `images`) has no valid size, the area
+    of the box is returned.
     """
     area, box = annotation.get("area"), annotation.get("bbox")
-    if isinstance(area, int | float):
-        return area
     height, width = (integer_from(image.get(key)) or 0 for key in ("height", "width"))
+    has_size = min(height, width) > 0 and height * width <= MAX_PIXELS
+    if is_possible_area(area, *((height, width) if has_size else (1, MAX_PIXELS))):
+        return float(area)  # type: ignore[arg-type]
     try:
-        if min(height, width) > 0 and height * width <= MAX_PIXELS:
+        if has_size:
             measured = {"category_id": 1, "segmentation": annotation.get("segmentation")}
             return instance_from_annotation(measured, height, width, {1: 1})[0].area
     except InvalidAnnotationError:

@@ -185,7 +185,7 @@ def eval_loader(
 
 
 def initialise_worker(_: int) -> None:
-    """Set the number of threads and the signal handling of a worker process of a `DataLoader`."""
+    """Set threads, signal handling and printed exceptions of a worker process of a `DataLoader`."""
     # Threads in the worker processes would compete for cores, which the processes already use.
     torch.set_num_threads(1)
     # Ctrl+C reaches all processes of a terminal, and `timeout`, systemd and Slurm send SIGTERM to

@@ -112,6 +112,9 @@ def test_merging_reports_classes_and_images_that_one_set_repeats(tmp_path: Path)
     content["categories"][-1]["id"] = 30
     write_folder(tmp_path, content)
     assert "two categories with id 30" in refusal("merge", merged, "--overwrite", *options)
+    del content["categories"][-1]["id"]
+    write_folder(tmp_path, content)
+    assert "has no id" in refusal("merge", merged, "--overwrite", *options)
 
 
 @pytest.mark.parametrize(
@@ -137,16 +140,19 @@ def test_filters_keep_a_part(
     assert names == ({"thing"} if options[1] == "thing" else names)
 
 
+@pytest.mark.parametrize("area", [None, -1.0, float("nan"), 1e300])
 @pytest.mark.parametrize("min_area", [1200, 1201, 5000])
-def test_missing_areas_are_those_of_the_segmentations(tmp_path: Path, min_area: int) -> None:
+def test_impossible_areas_are_those_of_the_segmentations(
+    tmp_path: Path, min_area: int, area: float | None
+) -> None:
     """The box of the ring has 6241 square pixels, but the ring has fewer than 5000."""
     content = valid_content()
     file = write_folder(tmp_path, content).annotations
     coco = COCO(str(file))
     kept = {n for n, a in coco.anns.items() if coco_mask.area(coco.annToRLE(a)) >= min_area}
     for entry in content["annotations"]:
-        entry.pop("area", None)
-    broken = {"area": None, "segmentation": [[1, 2]]}
+        entry["area"] = area
+    broken = {"area": area, "segmentation": [[1, 2]]}
     content["annotations"].append(annotation(90, 11, bbox=[0, 0, 100, 60], **broken))
     out = tmp_path / "filtered.json"
     write_folder(tmp_path, content)
