@@ -34,9 +34,9 @@ class TensorSpec(NamedTuple):
 class ModelOutputs(NamedTuple, Generic[Array]):
     """Outputs of the model for B images, in the order of `model.bundle.spec.OUTPUT_NAMES`.
 
-    Each tensor except `num_detections` has D rows per image, where D is the manifest's
-    `max_detections`: first the `num_detections[image]` detections, then padding. A mask is M x M
-    probabilities within the box of its detection.
+    Each tensor except `num_detections` has D rows per image, where D is `max_detections` in the
+    bundle's manifest: first the `num_detections[image]` detections, then padding. A mask has
+    M x M probabilities, where M is the manifest's `mask_side`; it covers its detection's box.
     """
 
     # [B] int64.
@@ -106,7 +106,7 @@ class Backend(Protocol):
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """Device that computes the model."""
+        """Type of the device on which the model runs."""
 
     @property
     def concurrency(self) -> int:
