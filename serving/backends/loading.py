@@ -142,7 +142,8 @@ def choose_backend(
 
     Raises:
         BundleError: the bundle has no artifact for the backend `name` in the precision.
-        BackendError: no backend has the name `name`, or the artifacts do not run on this machine.
+        BackendError: `name` is neither `auto` nor one of `BACKENDS`, or the backend does not run on
+            this machine. With `auto`, none of the backends runs.
     """
     if name != "auto" and name not in _KINDS:
         raise BackendError(f"there is no backend {name!r}; choose from auto, {', '.join(_KINDS)}")
@@ -168,7 +169,7 @@ def choose_backend(
 def check_backend(
     bundle: Path, manifest: Manifest, precision: Precision, name: BackendName
 ) -> None:
-    """Check that a backend runs on this machine. For the torch backend, a GPU is required.
+    """Check that a backend runs on this machine. The torch backend must find a GPU.
 
     Args:
         bundle: Folder of the bundle.
@@ -178,7 +179,7 @@ def check_backend(
 
     Raises:
         BundleError: the bundle has no artifact for the backend in the precision.
-        BackendError: the artifacts do not run on this machine.
+        BackendError: a package is missing, or the artifacts do not run on this machine.
     """
     kind = _KINDS[name]
     artifacts = manifest.artifacts_for(precision, kind)

@@ -1,4 +1,4 @@
-"""Backend for ONNX Runtime: on a GPU if its CUDA provider is installed, else on the CPU."""
+"""Backend for ONNX Runtime. It uses a GPU if ONNX Runtime's CUDA provider is installed."""
 
 import logging
 import os
@@ -266,8 +266,9 @@ def cuda_options(precision: Precision, memory_bound: int | None) -> dict[str, st
 
     Args:
         precision: Precision of the model.
-        memory_bound: GPU memory limit of the session in bytes. With a limit, the session uses the
-            fastest cuDNN algorithms. None: no limit, but cuDNN algorithms that need little memory.
+        memory_bound: GPU memory limit of the session in bytes. Within the limit, the session uses
+            the fastest cuDNN algorithms, which may need much memory. None: no limit, but cuDNN
+            algorithms that need little memory.
     """
     # The option `enable_cuda_graph` is not set, because ONNX Runtime cannot capture a model with
     # the operator `Loop`, and non-maximum suppression (`NmsKeep`) uses one.

@@ -192,7 +192,7 @@ def _runs_on(build: EngineBuild, capability: str) -> bool:
 
 
 def _version_text(version: int | None) -> str:
-    """Return a CUDA version as text: `13.0` for 13000."""
+    """Return a CUDA version as text: `13.0` for 13000, and "" for None."""
     return "" if version is None else f"{version // 1000}.{version % 1000 // 10}"
 
 
@@ -200,7 +200,8 @@ def _version_text(version: int | None) -> str:
 def _import_errors(name: str, runtime: Runtime) -> Iterator[None]:
     """Context manager: convert errors of an import to BackendErrors with a remedy.
 
-    `name` is the imported library, for the message. The remedy installs the extra of `runtime`.
+    `name` is the imported library, for the message. The remedy is the pip command that installs
+    this package with `runtime.extra`.
     """
     install = f'pip install "maskrcnn-trt[{runtime.extra}]"'
     try:

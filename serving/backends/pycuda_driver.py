@@ -18,7 +18,7 @@ class PycudaDriver:
     """Implementation of `GpuDriver`, the interface to CUDA's driver, for GPU 0."""
 
     def __init__(self) -> None:
-        """Retain the GPU's primary CUDA context, which TensorRT uses too, and never release it.
+        """Retain the GPU's primary CUDA context, which TensorRT uses too, until the process ends.
 
         Raises:
             BackendError: no GPU is available.
