@@ -90,8 +90,9 @@ class BatchRunner:
             inputs: Input arrays by name. If the shape in `specs` has more rows than an array, the
                 additional rows are zero.
             specs: Shape and dtype of each input and output by name.
-            launch: Function that queues the computation, given the tensors' GPU addresses by name
-                and the stream's handle. It is called by one thread at a time.
+            launch: Function that queues the computation. Its arguments are a mapping from tensor
+                names to GPU addresses, and the handle of the stream to queue on. It is called by
+                one thread at a time.
 
         Returns:
             The outputs by name.

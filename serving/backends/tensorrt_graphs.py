@@ -16,10 +16,10 @@ _THREAD_LOCAL = 1
 class LaunchGraphs:
     """Cache of CUDA graphs by key. A graph replays the GPU work that was queued for its key.
 
-    The first `launch` with a key queues the work twice. The first time it runs without a graph,
-    because libraries then load their code, and loading cannot be captured. The second time it is
-    captured as the graph, which later launches replay. If a capture fails, a warning is logged, and
-    no more graphs are captured.
+    The first `launch` with a key first runs the work without a graph, because libraries then load
+    their code, and loading cannot be captured. Then it captures the work, without running it, as
+    the graph that later launches replay. If a capture fails, a warning is logged, and from then on
+    work without a graph is queued without a capture.
     """
 
     def __init__(self) -> None:

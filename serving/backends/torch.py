@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 class TorchBackend:
     """Backend that runs one exported torch program per shape bucket (input size).
 
-    On a GPU, each program has one CUDA graph per batch size, and the constructor limits torch to
-    one CPU thread in the whole process.
+    On a GPU, each program has one CUDA graph per batch size. There the constructor also limits
+    torch to one CPU thread in the whole process, because idle threads of torch would spin.
     """
 
     name = "torch"
@@ -188,6 +188,8 @@ def _format_target(target: CompileTarget) -> str:
 @contextlib.contextmanager
 def _enough_memory(max_batch: int) -> Iterator[None]:
     """Context manager: convert torch's out-of-memory errors to BackendErrors with a remedy.
+
+    The error message contains `max_batch`.
 
     Raises:
         BackendError: the GPU has too little free memory.

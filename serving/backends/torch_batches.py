@@ -58,7 +58,7 @@ class GraphedProgram:
         """Queue the computation of B images on torch's current stream; B is at most `max_batch`.
 
         Args:
-            images: [B, 3, H, W] on the GPU, of any dtype, padded to the bucket.
+            images: [B, 3, H, W] on the GPU, of any dtype, padded to the program's input size.
             image_sizes: [B, 2] int64 on the GPU, heights and widths before padding.
 
         Returns:
