@@ -41,6 +41,8 @@ def request_from_image(
 ) -> pb.DetectRequest:
     """Return the request message for an image. Arrays, BMP and TIFF files are sent as PNG.
 
+    The server returns `request_id`, which may be empty, with the response.
+
     Raises:
         TypeError: `image` is not an `ImageSource`.
         RefusedError: The array is empty or not of shape [H, W, 3]; or the image file exceeds
@@ -84,10 +86,10 @@ def _check_pixels(image: Any) -> None:
 
 
 def is_large(request: pb.DetectRequest) -> bool:
-    """Return whether a request exceeds 4 MiB, gRPC's default limit.
+    """Return whether a request exceeds 4 MiB, gRPC's default message limit.
 
-    The server's limit can be lower than the size of such a request, so the caller must call
-    `check_size` before it sends the request.
+    If so, the request may also exceed the server's limit, so the caller must call `check_size`
+    before it sends the request.
     """
     return request.ByteSize() > _UNCHECKED_BYTES
 
@@ -123,7 +125,10 @@ def check_concurrency(concurrency: int) -> None:
 def outcome_from_stream_response(
     response: pb.DetectStreamResponse, mask_format: MaskFormat
 ) -> tuple[int, Detections | RefusedError]:
-    """Return the index of the image in its stream, and its detections or the server's error."""
+    """Return an image's index in the stream, and the image's detections or the server's error.
+
+    The masks of the detections have the format `mask_format`, as requested.
+    """
     if response.HasField("error"):
         status = _STATUS_FROM_NUMBER[response.error.code]
         return int(response.id), RefusedError(status, response.error.message)
