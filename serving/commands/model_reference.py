@@ -1,4 +1,4 @@
-"""Resolution of model references to bundles with artifacts for a backend."""
+"""Resolution of model references (paths or model names) to bundles with artifacts for a backend."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -138,7 +138,10 @@ def _click_type(annotation: Any) -> Any:
 
 
 def _set_defaults(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
-    """Use the settings in a YAML file as the defaults of the command's options."""
+    """Use the settings in a YAML file as the defaults of the command's options.
+
+    Callback of the option `--config`, whose value is `path`. None: the option is not given.
+    """
     if path is not None:
         context.default_map = settings_from_file(path)
 

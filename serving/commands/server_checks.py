@@ -61,8 +61,8 @@ def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
     """Return the maximum total size in bytes of the request messages that a server holds at once.
 
     `models` is the number of served models. Each message counts with its serialised size, although
-    a parsed message takes several times as much memory until its image is decoded. With one model,
-    at most half of this size belongs to parsed messages. The other messages are being received.
+    a parsed message takes several times as much memory until its image is decoded. Messages that
+    are still being received make up half of the size with one model, and less with several models.
     """
     return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
 
