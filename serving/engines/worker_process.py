@@ -138,7 +138,10 @@ class WorkerProcess(Generic[Item, Result]):
 
     @property
     def is_spare(self) -> bool:
-        """Whether the worker is superfluous: started for an additional GPU, but using the CPU."""
+        """Whether the worker is superfluous: its backend runs on the CPU, so one worker is enough.
+
+        Such a worker was started only because the machine has several GPUs.
+        """
         return self.resources.is_for_gpu and self.info.device == "cpu"
 
     def warm_up(self, max_batch: int) -> None:
@@ -213,7 +216,11 @@ class WorkerProcess(Generic[Item, Result]):
 def start_workers(
     loader: EngineLoader[Item, Result], resources: Iterable[WorkerResources], hang_timeout_s: float
 ) -> list[WorkerProcess[Item, Result]]:
-    """Start one `WorkerProcess` per entry of `resources`. If one cannot be started, kill all."""
+    """Start and return one `WorkerProcess` per entry of `resources`.
+
+    If a process cannot be started, the started processes are killed and the error is raised.
+    `hang_timeout_s` is the time limit of a batch in seconds.
+    """
     with contextlib.ExitStack() as started:
         processes = []
         for share in resources:

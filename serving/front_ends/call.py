@@ -1,4 +1,4 @@
-"""Context of one gRPC call that a front-end process received, with gRPC's context interface."""
+"""Context of a gRPC call that a front-end process received. It has gRPC's context interface."""
 
 import asyncio
 import logging

@@ -86,7 +86,10 @@ class Link(asyncio.BufferedProtocol):
         return link
 
     def send(self, kind: Frame, call: int = 0, payload: bytes = b"") -> None:
-        """Send a frame. If the socket is closed, the frame is dropped."""
+        """Send a frame. If the socket is closed, the frame is dropped.
+
+        `call` is the number of the call, or 0 in frames that concern no call.
+        """
         # All frames of an iteration of the event loop are written at once, in one system call.
         if not self._outgoing:
             self._loop.call_soon(self._flush)
