@@ -30,7 +30,7 @@ _MAX_PIPELINED: Final = 128
 
 
 class HttpConnection(HttpToolsProtocol):
-    """HTTP connection. It is closed if the client is slow or too many connections are open."""
+    """HTTP connection. It is closed if the client is slow or `max_connections` is exceeded."""
 
     def __init__(self, server: uvicorn.Server, settings: ServeConfig, max_connections: int) -> None:
         super().__init__(server.config, server.server_state, app_state={})
@@ -55,7 +55,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Start the timer that limits the time until the head of the first request has arrived.
 
-        If there are too many connections, abort this one instead.
+        If there are more than `max_connections` connections, abort this one instead.
         """
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
@@ -117,8 +117,8 @@ class HttpConnection(HttpToolsProtocol):
         """Start the request whose head has arrived, or queue it behind unanswered requests.
 
         Raises:
-            ValueError: the head is not valid, or too many requests of the connection wait. The
-                parser, which calls this method, reports the error.
+            ValueError: the head is not valid, or `_MAX_PIPELINED` requests of the connection wait
+                already. The parser, which calls this method, reports the error.
         """
         self._head_bytes = None
         self._bytes_since_body = 0

@@ -158,9 +158,10 @@ def _model_name(call: HttpCall) -> str:
 
 
 def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
-    """Return the `DetectRequest` for an HTTP request with the image as body and options as query.
+    """Return the `DetectRequest` for an HTTP request: its body is the image, its query the options.
 
-    If the response is a PNG (`as_png`), the mask format `polygon` is replaced by `rle`.
+    If the response is a PNG (`as_png`), the mask format `polygon` is replaced by `rle`, because the
+    masks in the PNG are drawn from RLE.
 
     Raises:
         InvalidRequestError: a parameter is unknown or of the wrong type. The service checks ranges.
@@ -184,7 +185,7 @@ def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
 
 
 def _prefers_png(accept: str) -> bool:
-    """Return whether the Accept header names image/png, and not application/json before it."""
+    """Return whether the Accept header names image/png, with no application/json before it."""
     parts = (part.replace(" ", "").lower().partition(";") for part in accept.split(","))
     kinds = [kind for kind, _, quality in parts if quality not in ("q=0", "q=0.0")]
     named = [kind for kind in kinds if kind in ("image/png", "application/json")]
