@@ -151,9 +151,10 @@ def _raw_from_data(tensor: InputTensor) -> bytes:
 
 
 def _flat(data: list[Any]) -> list[Any]:
-    """Return the elements of nested lists of equal depth as one list.
+    """Flatten nested lists, and return their elements as one list.
 
-    If one level holds both lists and other values, its lists are returned as elements.
+    Flattening stops at the first level that has an element that is not a list. Lists in that level
+    are returned as elements.
     """
     while data and set(map(type, data)) == {list}:
         data = list(itertools.chain.from_iterable(data))
@@ -232,7 +233,7 @@ def http_from_infer_response(
         binary: Outputs to return as binary data after the JSON.
 
     Returns:
-        The body, and the size of its JSON part in bytes, or None if the body is only JSON.
+        The body, and the size of its JSON part in bytes. The size is None if the body is only JSON.
     """
     outputs, tail = [], []
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):

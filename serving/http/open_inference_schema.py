@@ -15,7 +15,10 @@ class _Json(BaseModel):
 
 
 class InputTensor(_Json):
-    """Input tensor. Its contents are in `data`, or after the JSON if it has `binary_data_size`."""
+    """Input tensor. Its contents are in `data`, or after the JSON as binary data.
+
+    Binary data requires the parameter `binary_data_size`.
+    """
 
     name: str
     # Sizes; the first is the number of images.
