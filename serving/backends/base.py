@@ -36,7 +36,7 @@ class ModelOutputs(NamedTuple, Generic[Array]):
 
     Each tensor except `num_detections` has D rows per image, where D is `max_detections` in the
     bundle's manifest: first the `num_detections[image]` detections, then padding. A mask has
-    M x M probabilities, where M is the manifest's `mask_side`; it covers its detection's box.
+    M x M probabilities that cover the detection's box; M is the manifest's `mask_side`.
     """
 
     # [B] int64.

@@ -16,7 +16,7 @@ class CudaBindingsDriver:
     """Implementation of `GpuDriver`, the interface to CUDA's driver, for GPU 0."""
 
     def __init__(self) -> None:
-        """Retain the GPU's primary CUDA context, which TensorRT uses too, until the process ends.
+        """Retain the GPU's primary CUDA context until the process ends. TensorRT uses it too.
 
         Raises:
             BackendError: no GPU is available.

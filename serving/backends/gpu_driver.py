@@ -1,4 +1,4 @@
-"""Interface to CUDA's driver. Its two implementations use pycuda and cuda-bindings, on GPU 0."""
+"""Interface to CUDA's driver, for GPU 0. One implementation uses pycuda, another cuda-bindings."""
 
 import functools
 from contextlib import AbstractContextManager

@@ -143,7 +143,7 @@ def choose_backend(
     Raises:
         BundleError: the bundle has no artifact for the backend `name` in the precision.
         BackendError: `name` is neither `auto` nor one of `BACKENDS`, or the backend does not run on
-            this machine. With `auto`, none of the backends runs.
+            this machine. If `name` is `auto`: no backend with artifacts runs on this machine.
     """
     if name != "auto" and name not in _KINDS:
         raise BackendError(f"there is no backend {name!r}; choose from auto, {', '.join(_KINDS)}")

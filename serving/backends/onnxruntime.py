@@ -1,4 +1,4 @@
-"""Backend for ONNX Runtime. It uses a GPU if ONNX Runtime's CUDA provider is installed."""
+"""Backend for ONNX Runtime. If its CUDA provider is installed, a GPU is used, else the CPU."""
 
 import logging
 import os
@@ -172,7 +172,8 @@ class OnnxRuntimeBackend:
     def _load(self) -> None:
         """Create one session per input size.
 
-        On a GPU the session computes batches of one image; on the CPU, batches of any size.
+        On the CPU the session computes batches of any size. On a GPU it computes batches of one
+        image; sessions for larger batches are created when the first such batch arrives.
         """
         if self.device == "cuda":
             self._sessions = {b: {1: self._fitting_session(b, 1)} for b in self.buckets}

@@ -90,7 +90,7 @@ def probe_machine(kind: EngineKind) -> PlanTarget:
 def check_plans(
     kind: EngineKind, artifacts: Sequence[Artifact], machine: PlanTarget, plan_bytes: int
 ) -> None:
-    """Check from the manifest entries of plans whether the plans run on a machine.
+    """Check whether plans run on a machine, by the plans' entries in the manifest.
 
     The plans are not loaded.
 

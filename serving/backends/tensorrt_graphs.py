@@ -19,7 +19,7 @@ class LaunchGraphs:
     The first `launch` with a key first runs the work without a graph, because libraries then load
     their code, and loading cannot be captured. Then it captures the work, without running it, as
     the graph that later launches replay. If a capture fails, a warning is logged, and from then on
-    work without a graph is queued without a capture.
+    no more graphs are captured: work that has no graph yet always runs without one.
     """
 
     def __init__(self) -> None:

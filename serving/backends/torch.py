@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 class TorchBackend:
     """Backend that runs one exported torch program per shape bucket (input size).
 
-    On a GPU, each program has one CUDA graph per batch size. There the constructor also limits
-    torch to one CPU thread in the whole process, because idle threads of torch would spin.
+    On a GPU, each program has one CUDA graph per batch size. On a GPU, the constructor also limits
+    torch to one CPU thread in the whole process, because torch's idle threads would spin.
     """
 
     name = "torch"

@@ -26,8 +26,8 @@ _FAILED_ADDRESS = re.compile(r"ipv[46]:(\S+):\d+: ")
 def error_from_rpc(error: grpc.RpcError, address: str, timeout_s: float) -> ClientError:
     """Return the `ClientError` for a failed call.
 
-    - `UnreachableError`: CANCELLED (the server stops or dropped the request), UNIMPLEMENTED
-      (another service runs at the address), or an UNAVAILABLE that gRPC generated on the client.
+    - `UnreachableError`: CANCELLED (the server dropped the request), UNIMPLEMENTED (the server at
+      the address is not a detector), or an UNAVAILABLE that gRPC generated on the client.
     - `DeadlineError`: a DEADLINE_EXCEEDED that gRPC generated on the client.
     - `AccessError`: UNAUTHENTICATED or PERMISSION_DENIED.
     - `RefusedError`: every other status, such as an UNAVAILABLE that the server sent.

@@ -57,7 +57,7 @@ def credentials_from_options(
 ) -> "Credentials":
     """Return the credentials that the command's options describe.
 
-    If `tls` is None, TLS is used if any file is given.
+    `tls` states whether to use TLS. None: use it if a certificate, key or token file is given.
 
     Raises:
         click.UsageError: the options contradict each other, or the token file is not valid.

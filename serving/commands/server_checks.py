@@ -68,9 +68,9 @@ def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
 
 
 def _messages_per_slot(models: int) -> int:
-    """Return the maximum number of request messages in memory per admission slot of a model.
+    """Return the maximum number of request messages in memory per admission slot of one model.
 
-    `models` is the number of served models.
+    The messages are those of all models. `models` is the number of served models.
     """
     # Per model: an in-flight request, and one that waits for a slot. In addition: messages that are
     # being received, whose model is not known yet.

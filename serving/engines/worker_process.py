@@ -138,9 +138,9 @@ class WorkerProcess(Generic[Item, Result]):
 
     @property
     def is_spare(self) -> bool:
-        """Whether the worker is superfluous: its backend runs on the CPU, so one worker is enough.
+        """Whether the worker is superfluous: started for a further GPU, but using the CPU.
 
-        Such a worker was started only because the machine has several GPUs.
+        This happens if the machine has several GPUs, but the loaded backend cannot use them.
         """
         return self.resources.is_for_gpu and self.info.device == "cpu"
 
