@@ -52,7 +52,7 @@ class Stream(Protocol):
         """Record an event after all work that has been queued on this stream so far."""
 
     def wait(self, event: Any) -> None:
-        """Make work that is queued on this stream from now on wait for another stream's event."""
+        """Make this stream wait for another stream's event before it runs work queued later."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
         """Queue a copy from pinned memory to the GPU address `address`."""

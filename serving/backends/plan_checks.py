@@ -68,6 +68,8 @@ class PlanTarget(NamedTuple):
 def probe_machine(kind: EngineKind) -> PlanTarget:
     """Return the properties of this machine that decide which plans of an engine kind run on it.
 
+    The engine kinds are `tensorrt` and `tensorrt-rtx`.
+
     Raises:
         BackendError: the machine has no GPU, or a Python module is missing.
     """
@@ -95,7 +97,7 @@ def check_plans(
     The plans are not loaded.
 
     Args:
-        kind: Engine kind of the artifacts.
+        kind: Engine kind of the artifacts: `tensorrt` or `tensorrt-rtx`.
         artifacts: Plans that are loaded together.
         machine: Properties of the machine, from `probe_machine`.
         plan_bytes: Total size of the plan files in bytes. The plans need at least as much GPU

@@ -57,8 +57,8 @@ def files_and_folder(
     """Return the input image files and the output folder, after checking both.
 
     Raises:
-        click.UsageError: A path is an address, there are no images, or outputs would overwrite
-            each other or be written into a folder of input images.
+        click.UsageError: A path is an address, such as `s3://bucket/folder`; there are no images;
+            or outputs would overwrite each other or be written into a folder of input images.
     """
     # Imported here because the module loads Pillow, which --help does not need.
     from ..results.reports import check_folder, image_files
