@@ -48,7 +48,7 @@ class ChildProcess:
         """Start the process.
 
         Args:
-            name: Name of the process in messages, top and ps. The last two show 15 characters.
+            name: Name of the process in messages. top and ps show its first 15 characters.
             main: Module-level function to run.
             arguments: Arguments of `main`: numbers, strings, None, and lists and tuples of these.
             handles: File descriptors that the process inherits, under the same numbers.
@@ -91,7 +91,7 @@ class ChildProcess:
         self._process.kill()
 
     def _forward_log(self) -> None:
-        """Log the child's log records until the child ends. Then set the result of `exited`."""
+        """Log the child's log records until the child ends. Then complete the future `exited`."""
         try:
             while record := self._log.recv():
                 logger = logging.getLogger(record.name)
@@ -108,7 +108,10 @@ class ChildProcess:
 
 @contextlib.contextmanager
 def _block_stop_signals() -> Iterator[None]:
-    """Block SIGINT, SIGTERM and SIGHUP in this thread and in child processes that it starts."""
+    """Block SIGINT, SIGTERM and SIGHUP in this thread within the `with` block.
+
+    A child process that is started in the block keeps the signals blocked.
+    """
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )
@@ -123,7 +126,7 @@ def attach_to_parent(log_handle: int, level: int, name: str) -> None:
 
     Args:
         log_handle: File descriptor of the connection that carries the log records.
-        level: Level number of `logging`. Records of the package `serving` below it are not sent.
+        level: Minimum level, as a number of `logging`, of the records that `serving` sends.
         name: Name of the process in top and ps, which show its first 15 characters.
     """
     name_thread(name)

@@ -121,7 +121,7 @@ ResponseEncoder = Callable[[Detections], Any]
 
 
 class TimedResponse(NamedTuple, Generic[Value]):
-    """Encoded response for one image, with the timing of the image's processing stages."""
+    """Output of a `ResponseEncoder` for one image, with the timing of its processing stages."""
 
     value: Value
     timing: Timing

@@ -17,7 +17,7 @@ class ServingError(Exception):
 
 
 class BackendError(ServingError):
-    """No backend runs the bundle on this machine, or the backend failed."""
+    """No backend can run the bundle on this machine, or the backend failed."""
 
 
 class BackendDownError(BackendError):
