@@ -126,7 +126,7 @@ def attach_to_parent(log_handle: int, level: int, name: str) -> None:
 
     Args:
         log_handle: File descriptor of the connection that carries the log records.
-        level: Minimum level, as a number of `logging`, of the records that `serving` sends.
+        level: Number of a `logging` level. Log records of `serving` with lower levels are not sent.
         name: Name of the process in top and ps, which show its first 15 characters.
     """
     name_thread(name)

@@ -62,7 +62,7 @@ _ELLIPSIS = "..."
 
 
 def status_from_error(error: Exception) -> grpc.StatusCode:
-    """Return the gRPC status code for an exception; INTERNAL for unexpected exception types."""
+    """Return the gRPC status code for an exception; INTERNAL if its type is not in `_STATUS`."""
     return next(
         (_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), grpc.StatusCode.INTERNAL
     )
@@ -90,7 +90,7 @@ def status_and_message(error: Exception) -> tuple[grpc.StatusCode, str]:
 async def abort_on_error(response: Awaitable[T], context: CallContext) -> T:
     """Await `response` and return its value.
 
-    If awaiting raises an exception, abort the gRPC call with the exception's status and message.
+    If awaiting raises an exception, abort the call with the exception's gRPC status and message.
     """
     try:
         return await response

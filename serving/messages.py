@@ -65,7 +65,7 @@ _SCORE_AND_BOX = np.array(
 def request_from_options(
     image: bytes, options: DetectionOptions, scheduling: SchedulingOptions, request_id: str
 ) -> pb.DetectRequest:
-    """Return the request message for an encoded image."""
+    """Return the `DetectRequest` for `image`, the content of a JPEG, PNG or WebP file."""
     timeout_s = scheduling.timeout_s
     return pb.DetectRequest(
         id=request_id,
@@ -226,7 +226,7 @@ def response_bytes(response: TimedResponse[bytes], request_id: str) -> bytes:
 
 
 def stream_response_bytes(response: bytes, request_id: str) -> bytes:
-    """Serialise a `DetectStreamResponse` from a serialised `DetectResponse` and request ID."""
+    """Serialise a `DetectStreamResponse` with the given ID and serialised `DetectResponse`."""
     header = pb.DetectStreamResponse(id=request_id).SerializeToString()
     return b"".join((header, _RESPONSE_TAG, _varint(len(response)), response))
 

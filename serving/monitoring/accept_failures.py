@@ -48,7 +48,10 @@ accept_failures: Final = AcceptFailures()
 
 
 def shorten_accept_failures() -> None:
-    """Replace asyncio's traceback of each failed `accept` by one warning per burst of failures."""
+    """Log one warning per burst of failed `accept` calls, in place of asyncio's tracebacks.
+
+    The function adds a filter to asyncio's logger, which stays there.
+    """
     logging.getLogger("asyncio").addFilter(_is_other_failure)
 
 

@@ -15,7 +15,7 @@ _LINES_PER_S: Final = 10
 
 
 class _Sample:
-    """Rate limiter of log lines, with a counter of omitted lines."""
+    """Limiter to `_LINES_PER_S` log lines per second, with a counter of omitted lines."""
 
     def __init__(self) -> None:
         self._second = 0

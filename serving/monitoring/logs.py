@@ -47,7 +47,11 @@ def name_call(client_id: str) -> str:
 
 
 def name_request(message_id: str) -> None:
-    """Append `message_id`, if valid, to the request ID in the current task's log records."""
+    """Append `/MESSAGE_ID` to the request ID in log records of the current asyncio task.
+
+    Args:
+        message_id: ID in the request message. If it is empty or invalid, nothing is appended.
+    """
     if message_id and _ID.fullmatch(message_id):
         request_id.set(f"{request_id.get()}/{message_id}")
 

@@ -43,7 +43,7 @@ _Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Values of the label `reason`: one for our metric of failed requests, one for Triton's."""
+    """Reason of a failed request: value of the label `reason` in our metric and in Triton's."""
 
     # For our metric maskrcnn_rejected_total.
     name: str
@@ -71,7 +71,7 @@ _REASONS: Final[Mapping[type[BaseException], Reason]] = {
 
 
 def reason_from_error(error: BaseException) -> Reason:
-    """Return the reason under which a failed request is counted."""
+    """Return the `Reason` of a failed request, that is, the labels under which it is counted."""
     return next(_REASONS[kind] for kind in type(error).__mro__ if kind in _REASONS)
 
 
