@@ -121,12 +121,12 @@ class ModelStatistics:
 
     @property
     def failures(self) -> Mapping[str, int]:
-        """Number of failed requests by reason."""
+        """Map from reason, one of `TRITON_REASONS`, to number of failed requests."""
         with self._lock:
             return dict(self._failures)
 
     def message(self, name: str, version: str) -> pb.ModelStatistics:
-        """Return the statistics as a message of the Open Inference Protocol."""
+        """Return the statistics as a message for the model `name` with the given version."""
         with self._lock:
             executions = sum(images / size for size, images in self._batches.items())
             stages = {
@@ -186,7 +186,7 @@ class _ImageHistograms(NamedTuple):
 
 
 class Metrics:
-    """Counters and histograms of requests and images. Threads may read them concurrently."""
+    """Counters and histograms of requests and images. Any thread may read them at any time."""
 
     def __init__(self) -> None:
         # Registry of these metrics. A server adds further collectors to it.

@@ -148,7 +148,7 @@ class OpenTelemetryTracer(Tracer):
     def _server_span(
         self, name: str, context: CallContext, attributes: dict[str, str]
     ) -> AbstractContextManager[Any]:
-        """Start a span that continues the trace in the client's metadata."""
+        """Return a context manager for a span that continues the trace in the client's metadata."""
         return self._tracer.start_as_current_span(
             name,
             self._extract(dict(context.invocation_metadata() or ())),
@@ -165,7 +165,7 @@ class OpenTelemetryTracer(Tracer):
             yield partial(self._add_stages, span)
 
     def close(self) -> None:
-        """Export the remaining spans within `OTEL_BSP_EXPORT_TIMEOUT`."""
+        """Export the remaining spans. Version 1.45 of opentelemetry-sdk takes at most about 30 s."""
         self._provider.shutdown()
 
     def _add_stages(self, span: Any, timing: Timing) -> None:

@@ -157,7 +157,7 @@ class _Pipeline:
 
 @dataclass(eq=False)
 class _PendingBatch:
-    """Batch of requests of one input size. The future `outcomes` is None until the batch starts."""
+    """Batch of requests of one input size. `outcomes` is None until the batch starts."""
 
     requests: list[ImageRequest] = field(default_factory=list)
     outcomes: Future[list[Outcome]] | None = None
@@ -204,7 +204,11 @@ class _BatchQueue:
 
     @property
     def is_due(self) -> bool:
-        """Whether to call `get` now: the oldest image is done, or `_BATCHES_AHEAD` is exceeded."""
+        """Whether to call `get` now.
+
+        True if the oldest image is done, or if the queue holds more images than fit into
+        `_BATCHES_AHEAD` batches.
+        """
         if len(self._queue) > _BATCHES_AHEAD * self._max_batch:
             return True
         if not self._queue or isinstance(self._queue[0], ImageError):

@@ -85,12 +85,15 @@ def predict_with_ray(
     Args:
         bundle: Folder of the bundle. Each machine of the cluster needs it at this path.
         sources: Absolute paths, or addresses such as `s3://bucket/folder`; see `stored_images`.
-        output: New or empty folder, as an absolute path or an address. During the run, Parquet
-            files with one row per image are written to it; `SCHEMA` defines their columns.
+        output: New or empty folder, as an absolute path or an address. Parquet files
+            with one row per image are written to it; `SCHEMA` defines their columns.
         options: Options that select the detections to keep.
         precision: Precision of inference. None: the first one that the bundle has for the backend.
         backend: Inference backend.
         max_batch: Maximum number of images in a batch.
+
+    Returns:
+        Number of images, and number of images that failed.
 
     Raises:
         BundleError: The bundle is missing.
@@ -173,11 +176,11 @@ def _image_paths(files: pyarrow.fs.FileSystem, path: str) -> list[str]:
 
 
 def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
-    """Return the content of an image file.
+    """Return the content of an image file. BMP and TIFF images are converted to PNG.
 
     Raises:
         ImageError: The file cannot be read, is too large, has an unsupported format, or is a
-            damaged BMP or TIFF file.
+            BMP or TIFF file that cannot be converted.
     """
     try:
         # Without `compression=None` Arrow would decompress files named *.gz.
@@ -193,7 +196,7 @@ def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
 
 
 class _RayDetector:
-    """Ray actor that loads a model and detects objects in batches of data set rows."""
+    """Ray actor that loads a model and detects objects in batches of rows, one per image."""
 
     def __init__(self, options: DetectionOptions, predictor: dict[str, Any]) -> None:
         self._options = options
