@@ -223,8 +223,9 @@ class _RayDetector:
 def _with_bytes(
     stores: Sequence[pyarrow.fs.FileSystem], row: dict[str, Any]
 ) -> dict[str, str | bytes]:
-    """Read the image of a data set row. Return a row with the keys `path`, `bytes` and `error`.
+    """Read the image of a row. Return a row with the keys `path`, `bytes` and `error`.
 
+    The given row has the keys `store`, an index of `stores`, and `path`, a path in that store.
     If reading succeeds, `error` is "". If it fails, `error` is the message and `bytes` is empty.
     """
     path = row["path"]
@@ -251,7 +252,10 @@ def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RayS
 
 @contextlib.contextmanager
 def _translated_storage_errors() -> Iterator[None]:
-    """In the `with` block, convert storage errors that name no file to a ServingError."""
+    """In the `with` block, convert storage errors to a ServingError with advice on buckets.
+
+    An OSError that names a file is raised unchanged.
+    """
     try:
         yield
     except (OSError, pa.ArrowInvalid) as error:

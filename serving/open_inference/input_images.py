@@ -55,8 +55,9 @@ def validate_input(request: pb.ModelInferRequest, max_batch: int, max_pixels: in
         max_pixels: Maximum number of pixels per image. Encoded images are not checked here.
 
     Raises:
-        InvalidRequestError: the input is missing, its shape or datatype is not supported, or its
-            contents do not match its shape and datatype.
+        InvalidRequestError: the input is missing, its shape or datatype is not supported, its
+            contents do not match its shape and datatype, or it exceeds `max_batch` or
+            `max_pixels`.
         ImageError: the images are too small or too elongated.
     """
     tensor, raw = _only_input(request)
@@ -90,7 +91,12 @@ def decode_input(images: ImageInput) -> Sequence[SourceImage]:
 
 
 def _only_input(request: pb.ModelInferRequest) -> tuple[InputTensor, bytes | None]:
-    """Return the only input tensor, and its entry in `raw_input_contents` (None: no entry)."""
+    """Return the only input tensor, and its entry in `raw_input_contents` (None: no entry).
+
+    Raises:
+        InvalidRequestError: the request does not have exactly one input, the input has another
+            name or has parameters, or `raw_input_contents` does not fit the input.
+    """
     names = [tensor.name for tensor in request.inputs]
     if names != [INPUT_NAME]:
         raise InvalidRequestError(

@@ -67,7 +67,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ServerLive(  # noqa: N802 (named by the protocol)
         self, request: pb.ServerLiveRequest, context: CallContext
     ) -> pb.ServerLiveResponse:
-        """Return whether the server responds."""
+        """Return `live=True`: a server that responds is live."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(  # noqa: N802
@@ -212,7 +212,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         await self._streams.process(requests, respond, context, in_order=True)
 
     def _image_count(self, request: pb.ModelInferRequest) -> int:
-        """Return the number of images in the input's shape. If the shape is invalid, return 1."""
+        """Return the number of images: the input's shape[0], or 1 if the shape is invalid."""
         shape = request.inputs[0].shape if request.inputs else ()
         return shape[0] if shape and 1 <= shape[0] <= self._config.images_per_request else 1
 

@@ -51,7 +51,7 @@ class AdmissionController:
         """Create a controller with all slots free.
 
         Args:
-            capacity: Maximum number of slots. Equally many requests may wait for slots.
+            capacity: Maximum number of slots, and maximum number of requests that wait for slots.
             max_wait_s: Maximum estimated queue time of an image in seconds.
             min_capacity: Minimum number of slots, however low the service rate is.
         """
