@@ -94,10 +94,10 @@ class AdmissionController:
         self._admit_waiters()
 
     def observe_service_time(self, seconds: float) -> None:
-        """Update the moving average of the service time with the service time of one image.
+        """Update the moving average of the service time with an estimate from one image.
 
         Args:
-            seconds: Service time of the image, as defined in `set_service_time`.
+            seconds: Service time, as defined in `set_service_time`, estimated from one image.
         """
         self._service_s += _SERVICE_TIME_WEIGHT * (seconds - self._service_s)
         self._admit_waiters()
@@ -136,8 +136,9 @@ class AdmissionController:
             wait: Whether a request that exceeds its connection's fair share may wait for slots.
 
         Raises:
-            QueueFullError: the queue is full, and no connection has more waiting requests than
-                `peer` (counting this one). Or `wait` is False, and `check` rejects the request.
+            QueueFullError: `capacity` requests wait already, and no connection has more waiting
+                requests than `peer` has with this one. Or the request is rejected while it waits,
+                see `_make_room`. Or `wait` is False, and `check` rejects the request.
         """
         if not wait:
             self.check(peer, slots)

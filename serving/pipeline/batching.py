@@ -110,12 +110,12 @@ class Batcher(Generic[Item, Result]):
 
     @property
     def is_up(self) -> bool:
-        """Whether at least one worker is up."""
+        """Whether at least one worker is up, that is, accepts batches."""
         return self.engines_up > 0
 
     @property
     def engines_up(self) -> int:
-        """Number of workers that accept batches."""
+        """Number of workers that are up. Each worker has one engine."""
         return sum(worker.is_up for worker in self._workers)
 
     @property

@@ -13,6 +13,8 @@ def request_deadline(
 ) -> AbstractAsyncContextManager[None]:
     """Return a context manager that cancels its body at a request's deadline.
 
+    The time counts from the start of the body.
+
     Args:
         timeout_s: Time limit in the request, in seconds. None: the request has no limit of its own.
         server_timeout_s: Time limit of the server in seconds. None: the server has no limit. If

@@ -25,7 +25,7 @@ class ModelLifecycle:
     """
 
     def __init__(self, source: ModelSource, config: ServeConfig, metrics: Metrics) -> None:
-        """Create the first model. The caller loads it with `ServedModel.load`.
+        """Create the model to serve at first. The caller loads it with `ServedModel.load`.
 
         Args:
             source: Bundle and name of the model.
@@ -48,7 +48,7 @@ class ModelLifecycle:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Within the context, compute the batches of the model and of models that replace it."""
+        """Within the `with` block, compute batches of the model and of models that replace it."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._running = tasks.create_task(self.model.run())

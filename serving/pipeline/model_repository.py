@@ -127,7 +127,7 @@ class ModelRepository:
             yield
 
     async def reload_when_set(self, requested: asyncio.Event) -> None:
-        """Reload all models each time `requested` is set. If a reload fails, keep the old model."""
+        """Reload all models each time `requested` is set. A model that fails to reload is kept."""
         while True:
             await requested.wait()
             requested.clear()
