@@ -1,4 +1,4 @@
-"""Limits on the requests and images per second of a client."""
+"""Limits on the requests and images of each client per second."""
 
 import time
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class RateLimits:
         """Set the limits.
 
         Args:
-            requests_per_s: Maximum number of requests per second of a client. None: no limit.
-            images_per_s: Maximum number of images per second of a client. None: no limit.
+            requests_per_s: Maximum number of requests of one client per second. None: no limit.
+            images_per_s: Maximum number of images of one client per second. None: no limit.
             clock: Function that returns the current time in seconds.
         """
         self._rates = {

@@ -162,7 +162,7 @@ class ServedModel:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Count a user of the model within the `with` block, so that the model is not closed.
+        """Count the model as in use within the `with` block, so that `unused` waits.
 
         Raises:
             UnloadedError: the model is unloaded.

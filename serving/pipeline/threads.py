@@ -14,7 +14,7 @@ from ..host import name_thread
 
 
 class TimedResult(NamedTuple, Generic[Value]):
-    """Return value of a function call, the call's duration, and the wait for a free thread."""
+    """Result of a function call: its value, its duration, and its wait for a free thread."""
 
     value: Value
     # Duration of the call in seconds.
@@ -24,7 +24,7 @@ class TimedResult(NamedTuple, Generic[Value]):
 
 
 def timed(work: Callable[..., Value], *arguments: Any) -> TimedResult[Value]:
-    """Call a function in this thread. Return its value and the duration of the call."""
+    """Call a function in this thread. Return its value and its duration in seconds."""
     start = time.perf_counter()
     value = work(*arguments)
     return TimedResult(value, time.perf_counter() - start)
@@ -49,7 +49,7 @@ class FairThreadPool:
     async def run(
         self, peer: str, work: Callable[..., Value], *arguments: Any
     ) -> TimedResult[Value]:
-        """Call a function in a thread. Return its value, its duration and its wait for a thread.
+        """Call a function in a thread. Return its value, duration and wait for a thread (seconds).
 
         If the calling task is cancelled while it waits for a thread, the function is not called.
         If the task is cancelled later, the function runs to its end, and its result is dropped.
