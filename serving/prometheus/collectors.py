@@ -274,7 +274,10 @@ def _open_nvml() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _skip_errors(subject: str) -> Iterator[None]:
-    """Suppress driver errors in the `with` block, because many GPUs do not report all values."""
+    """In the `with` block, suppress NVML errors and BackendError, and log them at level debug.
+
+    `subject` is the value to be read, for the log. Many GPUs do not report all values.
+    """
     try:
         yield
     except (pynvml.NVMLError, BackendError) as error:

@@ -1,4 +1,4 @@
-"""Output files of `predict` and `client`: annotated images, COCO results and NumPy arrays."""
+"""Output files of the commands `predict` and `client`: annotated images, COCO results and NumPy arrays."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def _report_skipped(names: Sequence[str]) -> None:
 
 
 def _report_nested(folder: Path) -> None:
-    """If subfolders contain images, warn that the images are not read, and name one of them."""
+    """If subfolders contain images, warn that these are not read, and name one of them."""
     path = next(filter(is_image_file, folder.rglob("*")), None)
     if path is not None:
         click.echo(f"{folder}: images in subfolders, such as {path}, are not read", err=True)
@@ -126,7 +126,8 @@ def write_report(
         folder: Output folder, created if missing.
         formats: `pictures`: a PNG of each image with its detections. `coco`: one file of COCO
             results. `numpy`: an NPZ of each image with the arrays of `arrays_from_detections`. If
-            two images have the same ID (see `image_ids`), the later output overwrites the earlier.
+            two images have the same ID (see `image_ids`), the later PNG or NPZ overwrites the
+            earlier one.
 
     Raises:
         click.ClickException: Some images failed. The results of successful images are written.
@@ -195,7 +196,7 @@ class _Report:
     def finish(self) -> None:
         """Write the COCO results and print the totals. If no image has succeeded, do neither.
 
-        If the run ended early, first print the number of images that were processed.
+        If the run ended early, print the number of processed images first, in either case.
         """
         if self._done < len(self._ids):
             images = counted(len(self._ids), "image")
