@@ -165,7 +165,7 @@ class OpenTelemetryTracer(Tracer):
             yield partial(self._add_stages, span)
 
     def close(self) -> None:
-        """Export the remaining spans. With opentelemetry-sdk 1.45, this takes at most about 30 s."""
+        """Export the remaining spans. With opentelemetry-sdk 1.45, this takes at most 30 s."""
         self._provider.shutdown()
 
     def _add_stages(self, span: Any, timing: Timing) -> None:

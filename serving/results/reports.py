@@ -1,4 +1,4 @@
-"""Output files of the commands `predict` and `client`: annotated images, COCO results and NumPy arrays."""
+"""Output files of the CLI's `predict` and `client`: annotated images, COCO JSON, NumPy arrays."""
 
 import json
 import os

@@ -164,7 +164,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._public_calls = Counter[str]()
 
     def stop(self) -> None:
-        """Stop waiting for request messages: now in public calls, after 2 s in all other calls."""
+        """Stop waiting for request messages.
+
+        Calls of public methods (see `is_public`) stop now, all other calls after 2 s.
+        """
         self._public_messages.stop()
         asyncio.get_running_loop().call_later(_LAST_MESSAGES_S, self._messages.stop)
 
@@ -196,7 +199,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return adapt(checked, None, handler.response_serializer)
 
     def pending_messages(self, method: str) -> PendingMessages:
-        """Return the `PendingMessages` in which a call of `method` waits for request messages."""
+        """Return the limit on waits for request messages that applies to calls of `method`."""
         return self._public_messages if is_public(method) else self._messages
 
     async def run(
@@ -211,7 +214,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         Args:
             method: Full method name, as `/package.Service/Method`.
             metadata: Metadata that the client sent.
-            context: Context of the call. It is aborted if `handle` or a check raises ServingError.
+            context: Context of the call. If `handle` or a check raises ServingError, abort the call.
             handle: Function that reads the request and computes the response.
         """
         try:
@@ -229,7 +232,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     async def _admit(self, method: str, context: CallContext) -> None:
         """Count a call as open until it ends.
 
-        If it is a detection call and admission control rejects it, abort it.
+        If admission control rejects a detection call, abort the call without an error here,
+        because the rejection is already counted in the metrics.
 
         Raises:
             QueueFullError: too many calls are open.

@@ -155,7 +155,11 @@ def server_certificate(config: ServeConfig) -> ServerCertificate | None:
 
 
 def _load(certificate: Path, key: Path, client_ca: Path | None) -> _Loaded:
-    """Load and validate PEM files, and return the TLS configuration for gRPC and for HTTP."""
+    """Load and validate PEM files. Return gRPC's configuration, HTTP's context and the validity.
+
+    Raises:
+        ServingError: a file is missing or invalid.
+    """
     pem = _read(certificate, "tls_certificate")
     pair = _read(key, "tls_key"), pem
     authorities = None if client_ca is None else _read(client_ca, "tls_client_ca")

@@ -130,7 +130,8 @@ def add_reflection(services: Iterable[ServiceDescriptor], server: GrpcServer) ->
     """Add gRPC server reflection, with which clients such as grpcurl discover the services.
 
     Args:
-        services: Services to list. Their .proto files must not import other .proto files.
+        services: Services to list. Their .proto files must not import other .proto files, because
+            imported files are not added to the descriptor pool.
         server: Server that is not started yet.
     """
     all_services = (*services, reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"])
