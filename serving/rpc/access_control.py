@@ -214,7 +214,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         Args:
             method: Full method name, as `/package.Service/Method`.
             metadata: Metadata that the client sent.
-            context: Context of the call. If `handle` or a check raises ServingError, abort the call.
+            context: Context of the call. A ServingError in `handle` or in a check aborts the call.
             handle: Function that reads the request and computes the response.
         """
         try:
@@ -232,8 +232,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     async def _admit(self, method: str, context: CallContext) -> None:
         """Count a call as open until it ends.
 
-        If admission control rejects a detection call, abort the call without an error here,
-        because the rejection is already counted in the metrics.
+        If admission control rejects a detection call, abort the call. No ServingError is raised
+        then, because the metrics have already counted the rejection.
 
         Raises:
             QueueFullError: too many calls are open.

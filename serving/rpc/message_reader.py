@@ -126,8 +126,8 @@ def call_handler(
     """Return an asynchronous function that processes a call of a gRPC method.
 
     The function takes the call's gRPC context, reads and parses the requests, and passes them to
-    `handler`. If the method has one request, it returns the handler's response. If the method has a
-    stream of requests, it returns None, and the responses are written to the context.
+    `handler`. For a method with one request, the function returns the handler's response. For a
+    method with a stream of requests, the function writes the responses to the context.
 
     Args:
         handler: `grpc.RpcMethodHandler` of the method.
@@ -262,6 +262,7 @@ def _walk(
 ) -> Iterator[tuple[str, _Field]]:
     """Yield a pair `(path, field)` per field in `message[start:end]`, including nested messages.
 
+    `field` is a `_Field`: its number, its wire type, and the offsets of its value in `message`.
     `path` is `prefix` plus the field's name if the field is a string or contains packed integers:
     protobuf parses strings and packed integers one by one. For all other fields, `path` is empty.
     `kind` is the message type.

@@ -24,7 +24,7 @@ _USUAL_CHARACTERS_PER_RUN: Final = 2
 def scales_and_limits(
     sizes: NDArray[np.int64], source_sizes: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return scale factors and clip limits that convert boxes from resized to source images.
+    """Return the factors and the clip limits with which boxes are scaled to the source images.
 
     Args:
         sizes: [B, 2], height and width of the resized images.
