@@ -61,7 +61,10 @@ class StreamEvent:
 
 
 def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array as a tensor on `device`. On a GPU, the current stream copies it later."""
+    """Return an array as a tensor on `device`. On a GPU, the current stream fills it later.
+
+    The stream copies from a pinned copy, so the array may be changed at once.
+    """
     host = torch.from_numpy(array)
     if device.type == "cuda":
         host = host.pin_memory()

@@ -112,7 +112,8 @@ class HostProcessor:
             The encoded response, with the times that the engine measured.
 
         Raises:
-            ImageError: the image is damaged.
+            ImageError: `result` is this error, because an end-to-end engine could not decode the
+                image.
         """
         if isinstance(result, ImageError):
             raise result

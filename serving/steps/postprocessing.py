@@ -163,7 +163,8 @@ def polygons_from_probabilities(
         boxes: [N, 4] xyxy in pixels of the image.
         height: Height of the image in pixels. Polygons are clipped to the image.
         width: Width of the image in pixels.
-        paste: Convention for the positions of the mask's samples in the box.
+        paste: Rule for the positions of the mask's samples in the image. `torchvision` rounds the
+            box to whole pixels, `detectron2` uses the exact box.
 
     Returns:
         For each mask, a tuple of outlines, each [P, 2] x, y in pixels of the image. The tuple is
@@ -237,6 +238,6 @@ def _grids(
 
 
 def _area(ring: NDArray[np.float32]) -> float:
-    """Return twice the area of a ring [P, 2]. Exactly 0 if all points are on one image edge."""
+    """Return twice the signed area of a ring [P, 2]. 0.0 if all points are on one image edge."""
     x, y = (ring - ring[:1]).astype(np.float64).T
     return float(x[:-1] @ y[1:] - x[1:] @ y[:-1])

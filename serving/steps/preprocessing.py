@@ -49,7 +49,7 @@ class PlannedImage(NamedTuple):
         return self.header.size
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[Any, ...]]:
-        """Pickle an encoded image as an out-of-band buffer, so that pickle does not copy it."""
+        """Pickle encoded images as out-of-band buffers, so that pickle does not copy the files."""
         source: Any = self.source
         if protocol >= _PROTOCOL_OF_BUFFERS and isinstance(source, bytes):
             source = PickleBuffer(source)
