@@ -24,7 +24,7 @@ _running: Final = set[int]()
 
 
 def child_process_ids() -> set[int]:
-    """Return the IDs of the running child processes of this process."""
+    """Return the process IDs of the running `ChildProcess` children of this process."""
     return set(_running)
 
 

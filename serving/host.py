@@ -35,7 +35,7 @@ for index in range(count.value):
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return one text `NAME (driver VERSION)` for each NVIDIA GPU, or none if nvidia-smi fails."""
+    """Return `NAME (driver VERSION)` for each NVIDIA GPU. Empty if nvidia-smi fails."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(query, capture_output=True, check=True, text=True, timeout=30)
@@ -73,7 +73,7 @@ def gpu_bus_ids() -> list[str]:
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Return the version of each installed package in `distributions`. No package is imported."""
+    """Map each installed package in `distributions` to its version. No package is imported."""
     versions = {}
     for name in distributions:
         try:

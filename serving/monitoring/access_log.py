@@ -15,7 +15,7 @@ _LINES_PER_S: Final = 10
 
 
 class _Sample:
-    """Limiter to `_LINES_PER_S` log lines per second, with a counter of omitted lines."""
+    """Rate limiter: at most `_LINES_PER_S` log lines per second. Counts the omitted lines."""
 
     def __init__(self) -> None:
         self._second = 0

@@ -126,7 +126,7 @@ class ModelStatistics:
             return dict(self._failures)
 
     def message(self, name: str, version: str) -> pb.ModelStatistics:
-        """Return the statistics as a message for the model `name` with the given version."""
+        """Return the statistics as the message for the given model name and version."""
         with self._lock:
             executions = sum(images / size for size, images in self._batches.items())
             stages = {

@@ -85,8 +85,8 @@ def predict_with_ray(
     Args:
         bundle: Folder of the bundle. Each machine of the cluster needs it at this path.
         sources: Absolute paths, or addresses such as `s3://bucket/folder`; see `stored_images`.
-        output: New or empty folder, as an absolute path or an address. Parquet files
-            with one row per image are written to it; `SCHEMA` defines their columns.
+        output: New or empty folder, as an absolute path or an address. Parquet files with
+            one row per image are written to it; `SCHEMA` defines their columns.
         options: Options that select the detections to keep.
         precision: Precision of inference. None: the first one that the bundle has for the backend.
         backend: Inference backend.

@@ -103,7 +103,7 @@ def server_metadata() -> pb.ServerMetadataResponse:
 
 
 def model_metadata(name: str, model: ServedModel) -> pb.ModelMetadataResponse:
-    """Return the response to ModelMetadata. `name`: NAME or `NAME-PRECISION` of `model`."""
+    """Return the response to ModelMetadata. `name`: name of `model`, NAME or `NAME-PRECISION`."""
     tensor = pb.ModelMetadataResponse.TensorMetadata
     return pb.ModelMetadataResponse(
         name=name,
@@ -119,7 +119,7 @@ def model_metadata(name: str, model: ServedModel) -> pb.ModelMetadataResponse:
 
 
 def model_config(name: str, model: ServedModel, config: ServeConfig) -> pb.ModelConfigResponse:
-    """Return the response to ModelConfig. `name`: NAME or `NAME-PRECISION` of `model`."""
+    """Return the response to ModelConfig. `name`: name of `model`, NAME or `NAME-PRECISION`."""
     return pb.ModelConfigResponse(
         config=pb.ModelConfig(
             name=name,
@@ -171,7 +171,7 @@ def _dynamic_batching(config: ServeConfig) -> pb.ModelDynamicBatching:
 
 
 def _properties(model: ServedModel) -> dict[str, str]:
-    """Map the names of model properties that have no protobuf field of their own to JSON texts."""
+    """Return the model properties that have no protobuf field, as a map from name to JSON text."""
     categories = model.manifest.categories
     properties = {
         "class_names": [category.name for category in categories],  # the first has label 1

@@ -43,7 +43,7 @@ class ConnectionCollector(Collector):
 
 
 def _own_sockets() -> Iterator[_Socket]:
-    """Yield the TCP sockets of this process and its children: local port and /proc state code."""
+    """Yield the TCP sockets of this process and its children: local port, /proc/net/tcp state."""
     processes = os.getpid(), *child_process_ids()
     inodes = {inode for process in processes for inode in _socket_inodes(process)}
     for table in ("tcp", "tcp6"):

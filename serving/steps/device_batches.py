@@ -16,7 +16,7 @@ from .device_transfers import StreamEvent
 
 
 class ReadBatch(NamedTuple):
-    """Batch after reading: encoded files for the GPU, and images that the CPU has decoded."""
+    """Batch after reading: encoded files for the device, images that the CPU already decoded."""
 
     requests: Sequence[ImageRequest]
     # Contents of the files that the device decodes, each [bytes] uint8.

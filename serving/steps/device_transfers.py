@@ -63,7 +63,7 @@ class StreamEvent:
 def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return an array as a tensor on `device`. On a GPU, the current stream fills it later.
 
-    The stream copies from a pinned copy, so the array may be changed at once.
+    The stream copies from a pinned copy, so the array may be changed after this call.
     """
     host = torch.from_numpy(array)
     if device.type == "cuda":
