@@ -37,15 +37,15 @@ class CompiledLosses:
         graphs: bool = False,
         required: bool = True,
     ) -> None:
-        """Prepare the compilation, which runs in the first call with each shape of `images`.
+        """Prepare the compilation. It runs when the object is first called with an image shape.
 
         Args:
             model: Model to train.
             backend: Argument `backend` of `torch.compile`.
             graphs: Run the forward and backward passes as CUDA graphs. The gradients are then valid
-                only until the next call.
-            required: True: raise `ConfigError` if torch cannot compile. False: log a warning, and
-                compute without compilation.
+                only until the object is called again.
+            required: True: raise `ConfigError` if torch cannot compile on this machine. False: log
+                a warning, and compute without compilation.
         """
         # On import, torch sets the variable to a folder in /tmp, unless the user has set it.
         # Replace only that default.

@@ -255,7 +255,8 @@ def validated_config(
     Args:
         source: YAML file or name of a preset.
         overrides: Overrides of the form `key.path=value`.
-        sections: Values by section name, such as `model`. They replace these sections of `source`.
+        sections: Values by section name, such as `model`. They replace these sections of `source`
+            before the overrides are applied.
 
     Raises:
         ConfigError: A key or value is invalid. The message names the key and the allowed values.

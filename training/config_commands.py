@@ -126,7 +126,7 @@ def show(source: str, overrides: tuple[str, ...], as_yaml: bool) -> None:
 
 
 def _table_from(loaded: Any) -> str:
-    """Return the keys and values of a `TrainConfig` as text, by section."""
+    """Format the `TrainConfig` `loaded` for `maskrcnn config show`, one section after another."""
     from ..model.config.reference import sections, text_from_value
 
     formatter = click.HelpFormatter(max_width=_MAX_WIDTH)

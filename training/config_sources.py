@@ -45,7 +45,8 @@ def read_values(
     Args:
         source: Name of a preset, or path of a YAML file.
         overrides: Overrides of the form `key.path=value`.
-        sections: Values by section name, such as `model`. They replace these sections of `source`.
+        sections: Values by section name, such as `model`. They replace these sections of `source`
+            before the overrides are applied.
 
     Raises:
         SourceError: A file is missing, is not YAML, or is its own base.

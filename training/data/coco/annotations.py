@@ -100,7 +100,7 @@ def instance_from_annotation(
 
 
 def is_possible_area(area: Any, height: int, width: int) -> bool:
-    """Return whether a value is a number that can be an area in an image of this size in pixels."""
+    """Return whether a value is a number, and possible as an area in pixels in an image."""
     # Evaluation would ignore objects of a negative area, and those above 10^10 square pixels.
     return isinstance(area, _NUMBERS) and 0 <= area <= float(MAX_EXTENT * max(height, width)) ** 2
 
@@ -117,7 +117,8 @@ def _segmentation_from(
 ) -> tuple[Segmentation, bool]:
     """Return an annotation's segmentation, and whether all its polygons are valid (RLE: True).
 
-    `limit` is the largest valid absolute value of a coordinate, in pixels.
+    Invalid polygons are left out. `height` and `width` are those of the image. `limit` is the
+    largest valid absolute value of a coordinate. All three are in pixels.
 
     Raises:
         InvalidAnnotationError: The annotation has no segmentation, its RLE is invalid, or all its
@@ -170,7 +171,7 @@ def _bbox_from(value: Any, limit: float) -> tuple[float, float, float, float]:
 
 
 def _floats_from(values: list[Any]) -> list[float]:
-    """Convert numbers, or texts that contain numbers, to floats.
+    """Convert numbers, or strings such as "12.5", to floats.
 
     If any value cannot be converted, return an empty list.
     """
@@ -210,7 +211,10 @@ def _polygons_from(value: list[Any], limit: float) -> tuple[tuple[Ring, ...], bo
 
 
 def _point_lists(value: list[Any]) -> list[Any]:
-    """Return the polygons of a segmentation, each as a list of numbers or of pairs of numbers."""
+    """Return the polygons of a segmentation, each as a list of numbers or of pairs of numbers.
+
+    A single polygon may be given without the enclosing list. It becomes a list of one polygon.
+    """
     first = value[0]
     # Some programs write the only polygon without the list around it.
     if isinstance(first, _NUMBERS) or (len(value) > 2 and _is_pair(first)):
