@@ -100,7 +100,10 @@ def instance_from_annotation(
 
 
 def is_possible_area(area: Any, height: int, width: int) -> bool:
-    """Return whether a value is a number, and possible as an area in pixels in an image."""
+    """Return whether a value is a number and a plausible area, in square pixels.
+
+    The largest plausible area depends on the image's height and width, in pixels.
+    """
     # Evaluation would ignore objects of a negative area, and those above 10^10 square pixels.
     return isinstance(area, _NUMBERS) and 0 <= area <= float(MAX_EXTENT * max(height, width)) ** 2
 

@@ -86,8 +86,8 @@ class CocoDataset:
             on_broken: "skip": leave out invalid entries, and log a warning with their count.
                 "refuse": raise `DataError` if there are any. An image whose file is missing is an
                 invalid entry.
-            source: Converted annotations, used instead of the annotation file if that file is
-                not in COCO format. None: read the annotation file.
+            source: Annotations converted from another format. If they are given, the annotation
+                file is not read. None: read the annotation file, which must be in COCO format.
 
         Raises:
             DataError: The image folder or the annotation file is missing, the file is not in COCO

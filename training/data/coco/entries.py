@@ -41,7 +41,9 @@ class ImageIndex(NamedTuple):
 def index_images(
     entries: list[dict[str, Any]], folder: Path, faults: Findings, repairs: Findings
 ) -> ImageIndex:
-    """Index the valid entries of the list `images` of a COCO file, and the ids of all entries.
+    """Index the valid entries of the list `images` of a COCO file.
+
+    The result also contains the ids of all entries, valid or not.
 
     Args:
         entries: Entries of the list.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class ImagePaths(NamedTuple):
-    """Paths of the image files that a COCO file lists, and names of moved or missing files."""
+    """Paths of the image files that a COCO file lists, and names of misplaced or missing files."""
 
     # By listed name.
     paths: Mapping[str, Path]
@@ -70,9 +70,10 @@ def _last_part(name: str) -> str:
 
 
 def _files_named(folder: Path, names: set[str]) -> defaultdict[str, list[Path]]:
-    """Find files with the given names in a folder, at any depth. Return paths by file name.
+    """Find files with the given names in a folder, at any depth.
 
-    Files whose names differ from `names` only in the case of letters are included.
+    Files whose names differ from `names` only in the case of letters are included. Return lists of
+    paths by the name that the file has in the folder.
     """
     found = defaultdict(list)
     folded = {name.casefold() for name in names}

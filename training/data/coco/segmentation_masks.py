@@ -58,9 +58,9 @@ def mask_from_segmentation(
 def resized_mask(
     mask: NDArray[np.uint8], target: tuple[int, int], region: Region
 ) -> NDArray[np.uint8]:
-    """Crop a mask [H, W] to the box `region` (xyxy), and resize the crop to `target` (h, w).
+    """Crop a mask [H, W] to a box, and resize the crop to `target` (h, w).
 
-    Both masks contain 0 and 1.
+    `region` is the box: xyxy in pixels of the given mask. Both masks contain 0 and 1.
     """
     # Use the filter with which the image is resized, so that mask and image stay aligned.
     image = Image.fromarray(mask * np.uint8(255))

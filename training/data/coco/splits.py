@@ -28,10 +28,11 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     The image folder of a split is the first of these folders that contains an image of the split:
 
     1. Subfolders of `folder` and of `folder/images` whose name is the end of the split's name
-       (`val2014/` for `minival2014`), longest name first.
+       (`val2014/` for `minival2014`) or its synonym (`valid/` for `val`), longest name first.
     2. `folder/images`, unless a subfolder of it is named after another split.
     3. `folder`.
-    4. All other subfolders of `folder` and of `folder/images`, except those of another split.
+    4. All other subfolders of `folder` and of `folder/images`. A subfolder is excluded if it is
+       named after another split that lists some of the same file names.
 
     If none contains an image of the split, the first folder of groups 1 and 2 is chosen. Splits
     without an image folder are skipped with a warning.
@@ -119,10 +120,10 @@ def _is_named(place: Path, split: str) -> bool:
 
 
 def _lists_other_images(place: Path, names: Sequence[str], by_split: Mapping[str, Path]) -> bool:
-    """Whether a folder belongs to another split, although it contains image files named `names`.
+    """Whether a folder belongs to another split, although it contains file names of this split.
 
-    True: the folder is named after a split in `by_split`, and the annotation file of that split
-    lists a file of `names`.
+    `names` are file names of this split. True: the folder is named after a split in `by_split`,
+    and the annotation file of that split lists one of `names`.
     """
     owners = (file for split, file in by_split.items() if _is_named(place, split))
     return any(not set(names).isdisjoint(_file_names(file)) for file in owners)

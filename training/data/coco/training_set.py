@@ -9,7 +9,7 @@ from .dataset import CocoDataset, DataError, ImageRecord
 def load_training_set(config: DataConfig) -> CocoDataset:
     """Read `data.train` and `data.extra_train` into one data set.
 
-    The class labels of all objects are those of `data.train`.
+    In all sets, a category gets the label that it has in `data.train`.
 
     Raises:
         DataError: A set is missing or invalid, or has a category that `data.train` lacks.

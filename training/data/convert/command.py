@@ -100,7 +100,11 @@ def _convert(
 
 
 def _report(name: str, file: "WrittenSplit", images: Path) -> None:
-    """Print path and counts of a written file, and `maskrcnn train` arguments that use it."""
+    """Print a written file's path, its numbers of images and objects, and arguments for training.
+
+    The arguments make `maskrcnn train` use the file. `name` is the name of the split, and `images`
+    its image folder.
+    """
     is_held_out = any(word in name.lower() for word in ("val", "test"))
     key = "data.val" if is_held_out else "data.train"
     paths = {"annotations": file.path, "images": images}
