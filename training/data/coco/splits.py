@@ -120,10 +120,10 @@ def _is_named(place: Path, split: str) -> bool:
 
 
 def _lists_other_images(place: Path, names: Sequence[str], by_split: Mapping[str, Path]) -> bool:
-    """Whether a folder belongs to another split, although it contains file names of this split.
+    """Whether a folder belongs to another split that has images with the same file names.
 
-    `names` are file names of this split. True: the folder is named after a split in `by_split`,
-    and the annotation file of that split lists one of `names`.
+    `names` are file names of the split whose folder is searched. True: `place` is named after a
+    split in `by_split`, and the annotation file of that split lists one of `names`.
     """
     owners = (file for split, file in by_split.items() if _is_named(place, split))
     return any(not set(names).isdisjoint(_file_names(file)) for file in owners)

@@ -196,7 +196,7 @@ class _InvalidShapeError(Exception):
 
 
 def _label_of(shape: Mapping[str, Any]) -> str:
-    """Return the label of a shape without blanks around it. Empty: the shape has no label."""
+    """Return a shape's label, stripped of leading and trailing blanks. Empty: it has no label."""
     return str(shape.get("label") or "").strip()
 
 

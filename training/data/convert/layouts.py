@@ -122,7 +122,7 @@ def find_validation_split(path: Path) -> LayoutSplit:
     """Return the split `val`, else the only split with `val` in its name, else the only split.
 
     Raises:
-        DataError: The layout is unknown, or several splits match.
+        DataError: The layout is unknown, the data set is incomplete, or the choice is not unique.
     """
     splits = recognize_layout(path).splits
     names = [s for s in splits if s == "val"] or [s for s in splits if "val" in s] or [*splits]
@@ -155,9 +155,10 @@ def _coco_layout(folder: Path) -> DataLayout:
 
 
 def _splits_beside_images(folder: Path, files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
-    """Return the splits of a data set whose COCO files are in the same folder as the images.
+    """Return the splits of a data set whose COCO files are directly in its folder.
 
-    `files` maps the names of splits to COCO files.
+    `folder` is the folder of the data set. Image folders are searched in it. `files` maps the
+    names of splits to COCO files.
     """
     if len(files) > 1:
         return _layout_splits(pair_splits(folder, files))

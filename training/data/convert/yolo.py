@@ -48,8 +48,9 @@ def yolo_file(folder: Path) -> Path | None:
 def yolo(file: Path) -> ForeignDataset:
     """Find images and labels of the data set that a YAML file of YOLO describes.
 
-    `train`, `val` and `test` are folders, lists of folders, or text files that list images. The
-    labels of `images/a.jpg` are in `labels/a.txt`, or beside the image.
+    The value of each of its keys `train`, `val` and `test` is a folder of images, a text file that
+    lists images, or a list of these. The labels of `images/a.jpg` are in `labels/a.txt`, or beside
+    the image.
 
     Raises:
         DataError: The file has no classes, no split has images, or no training image has labels.
@@ -92,9 +93,10 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
 def _source_splits(
     file: Path, found: Mapping[str, FoundImages], labels: Mapping[Path, Path]
 ) -> dict[str, SourceSplit]:
-    """Return the splits by name. Add label files without an image to the faults of their split.
+    """Return the splits by name. Label files without an image become faults of their split.
 
     `found` maps names of splits to their images, and `labels` maps image files to label files.
+    Paths in faults are relative to the folder of `file`, the YAML file.
     """
     splits = {}
     reported: set[Path] = set()

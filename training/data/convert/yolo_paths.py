@@ -51,10 +51,10 @@ def find_images(folder: Path, root: str, value: Any) -> FoundImages:
 
 
 def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
-    """Return the label files for which there is no image, sorted by path.
+    """Find label files without an image, in folders of known label files. Sort them by path.
 
     Args:
-        label_files: Label file by image file. The folders of these label files are searched.
+        label_files: Known label files, by image file. Their folders are searched.
     """
     image_folders: dict[Path, set[Path]] = defaultdict(set)
     for image, labels in label_files.items():
