@@ -96,7 +96,7 @@ def _source_splits(
     """Return the splits by name. Label files without an image become faults of their split.
 
     `found` maps names of splits to their images, and `labels` maps image files to label files.
-    Paths in faults are relative to the folder of `file`, the YAML file.
+    In these faults, paths are relative to the folder of `file`, the YAML file.
     """
     splits = {}
     reported: set[Path] = set()

@@ -29,9 +29,9 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 
     Args:
         content: The data set.
-        shares: Share of the images, 0 to 1, by name of the part, such as `val`. In this order, each
-            part gets at least one annotated image, unless only one (with its copies) remains. The
-            part `train` gets the remaining images.
+        shares: Share of the images, 0 to 1, by name of the part, such as `val`, without `train`.
+            The parts are filled in the order of this mapping. Each gets at least one annotated
+            image as long as more than one (with its copies) is left. `train` gets the rest.
 
     Returns:
         Content by name of the part, with `train` first.
@@ -133,13 +133,13 @@ def filter_content(
     min_area: float = 0.0,
     drop_empty: bool = False,
 ) -> Content:
-    """Return a data set with only the annotations of some classes and of a minimum area.
+    """Return a data set with only the annotations of selected classes that are large enough.
 
     Args:
         content: The data set.
         classes: Names of the classes to keep. Their ids do not change. None: all classes.
         min_area: Minimum area of the annotations to keep, in square pixels.
-        drop_empty: Drop images without annotations.
+        drop_empty: Drop images of which no annotation is kept.
 
     Raises:
         DataError: The data set lacks a class in `classes`.
@@ -236,9 +236,9 @@ def _shape_of(annotation: Mapping[str, Any]) -> bytes | int:
 def _area_of(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> float:
     """Return the area of an annotation.
 
-    If the annotation has no possible area, it is computed from the segmentation. If the
-    segmentation is invalid, or `image` (the image's entry in `images`) has no valid size, the area
-    of the box is returned.
+    If the value of `area` is missing or implausible, the area is computed from the segmentation.
+    If the segmentation is invalid, or `image` (the image's entry in `images`) has no valid size,
+    the area of the box is returned.
     """
     area, box = annotation.get("area"), annotation.get("bbox")
     height, width = (integer_from(image.get(key)) or 0 for key in ("height", "width"))

@@ -53,7 +53,7 @@ class Suspicion:
 
 
 class _Measurements(NamedTuple):
-    """Measurements of N segmentations, in pixels."""
+    """Boxes, areas and outline lengths of N segmentations, in pixels or square pixels."""
 
     # `[N, 4]` bounding boxes xyxy.
     bounds: _Floats

@@ -6,7 +6,7 @@ from ..coco.dataset import CocoDataset
 
 
 def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[str, list[str]]:
-    """Return suspicious class names of a split, and class errors with which training would fail.
+    """Return suspicious class names of a split, and errors that training would raise for classes.
 
     Args:
         dataset: The split.
