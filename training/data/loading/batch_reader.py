@@ -51,8 +51,8 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
             dataset: Data set that contains the images.
             config: Section `data` of the configuration.
             seed: Seed from which the random flips and the `seed` of each `Sample` are derived.
-            training: True: read batches with ground truth, augmented at random. False: read
-                batches of all images, without ground truth and augmentation.
+            training: True: read batches with ground truth, flipped and augmented as `config` says.
+                False: read batches of all images, without ground truth, flips and augmentation.
             mask_crop_size: Side in pixels of ground-truth masks cropped to their boxes. None: masks
                 have the size of the input.
 
@@ -179,10 +179,10 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         *,
         flip: bool,
     ) -> Sample:
-        """Return an image resized to a height and width, with its ground truth.
+        """Return an image resized to a height and width, with its ground truth and `seed`.
 
-        `mask_side` is the side of masks that are cropped to their boxes. None: masks of the whole
-        image.
+        `mask_side` is the side in pixels of masks that are cropped to their boxes. None: masks of
+        the whole image. `flip`: mirror image and ground truth horizontally.
         """
         height, width = size
         image = self._image_of(record, size, flip=flip)

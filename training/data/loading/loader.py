@@ -96,7 +96,7 @@ class TrainLoader(BatchLoader):
 
     Attributes:
         iterations_per_epoch: Number of iterations per epoch. An epoch uses each image once, unless
-            `data.extra_train` or `data.repeat_threshold` sets another number.
+            `data.extra_train` or `data.repeat_threshold` repeats or omits images.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def eval_loader(
 
 
 def initialise_worker(_: int) -> None:
-    """Set threads, signal handling and printed exceptions of a worker process of a `DataLoader`."""
+    """Prepare a worker process of a `DataLoader`: threads, signal handlers and exception hook."""
     # Threads in the worker processes would compete for cores, which the processes already use.
     torch.set_num_threads(1)
     # Ctrl+C reaches all processes of a terminal, and `timeout`, systemd and Slurm send SIGTERM to
