@@ -120,8 +120,8 @@ class Augmentation:
 def paste_objects(sample: Sample, source: Sample) -> Sample:
     """Paste random objects of `source` onto `sample`. Align the images at the upper left corner.
 
-    The masks of both samples must be [n, h, w], not cropped to boxes. Objects of `sample` that have
-    no visible pixel afterwards are dropped.
+    The masks of both samples must be [n, h, w], not cropped to boxes. Objects without a visible
+    pixel in the result are dropped.
     """
     chosen = (torch.rand(len(source.labels)) < _PASTED_SHARE).numpy()
     height, width = (min(sides) for sides in zip(sample.size, source.size, strict=True))

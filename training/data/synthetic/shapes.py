@@ -65,7 +65,7 @@ def _cross() -> Points:
 
 
 def _crescent() -> Points:
-    """Return the outline of a disc minus a second disc that is shifted to the right."""
+    """Return the outline of a unit disc minus a smaller disc that is shifted to the right."""
     tip, shift = math.radians(50), 0.45
     inner_tip = math.atan2(math.sin(tip), math.cos(tip) - shift)
     inner_radius = math.hypot(math.sin(tip), math.cos(tip) - shift)
@@ -86,9 +86,10 @@ OUTLINES: Mapping[str, Outline] = {
 
 
 def rasterize(outline: Outline, pose: Pose, height: int, width: int) -> Patch | None:
-    """Rasterize a shape for an image of a given size.
+    """Rasterize a shape for an image of the given height and width in pixels.
 
-    Return None if the shape is outside the image.
+    `outline` lies within the unit circle, and `pose` places it in the image. Return None if the
+    shape is outside the image.
     """
     outer, *holes = (_transform(points, pose) for points in outline)
     left, top = np.maximum(np.floor(outer.min(axis=0)), 0).astype(int).tolist()
