@@ -55,7 +55,7 @@ def coco_metrics(
         ground_truth: Parsed COCO annotation file.
         results: Detections in COCO's results format, by kind of IoU: `bbox` (box IoU) or `segm`
             (mask IoU).
-        categories: Categories of the ground truth by ascending id.
+        categories: Categories of the ground truth, in ascending order of their ids.
         evaluator: Library that computes the metrics. Both libraries give equal metrics.
 
     Returns:

@@ -74,8 +74,8 @@ class CocoEvaluator:
         """Compute metrics over the images of all ranks. Every rank must call this method.
 
         Args:
-            folder: Folder for files with detections and metrics. None: write no files.
-            measure: Compute metrics. False: only write the detections.
+            folder: Folder for files with detections and metrics. None: do not write these files.
+            measure: Compute metrics. False: write the detections and the report without metrics.
             report: HTML file for a report. None: write no report.
 
         Returns:
@@ -184,7 +184,7 @@ def validation_losses(
         autocast: Data type for autocast. None: no autocast.
 
     Returns:
-        The five losses `val/NAME`, for each of `LOSS_NAMES`, and their sum `val/loss`.
+        Five losses by name: `val/NAME` for each NAME in `LOSS_NAMES`. Their sum is `val/loss`.
     """
     device = worker.device
     totals = torch.zeros(2, len(LOSS_NAMES), device=device)

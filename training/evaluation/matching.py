@@ -133,7 +133,7 @@ def confusion_matrix(
     """Count detections and missed objects by the object's class and the detected class.
 
     Detections below the threshold of their class are ignored. If a detection matches no object of
-    its class, it can match an object of any class that is still unmatched.
+    its class, it can match an object of another class that no other detection matches.
 
     Args:
         images: Matched detections.
