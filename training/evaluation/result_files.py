@@ -21,6 +21,8 @@ def coco_results_from(
 ) -> dict[IouType, list[dict[str, Any]]]:
     """Convert pairs of image id and detections to COCO's results format.
 
+    `categories` are the classes by label; label 1 is the first.
+
     Returns:
         Dictionary of two lists with one entry per detection: `bbox` has boxes, `segm` has masks.
     """
@@ -46,8 +48,9 @@ def write_detections(
 ) -> None:
     """Write detections to `bbox.json`, `segm.json` and `predictions.pth` in a folder.
 
-    Metrics of an earlier evaluation (`coco_results.pth`) are removed. The JSON files are in COCO's
-    results format. `predictions.pth` is a list with one dictionary per image:
+    Metrics of an earlier evaluation (`coco_results.pth`) are removed. The JSON files contain the
+    two lists in `results`, which `coco_results_from` returns for the same detections.
+    `predictions.pth` is a list with one dictionary per image:
 
         image_id: Id of the image.
         boxes: [D, 4] float32 xyxy in pixels of the original image.

@@ -18,9 +18,10 @@ _MIN_SIZE, _MAX_SIZE = 800, 1333
 def initial_checkpoint(reference: str | None) -> Checkpoint:
     """Return the model and preprocessing that a fine-tuning starts from.
 
-    If the weights are random, or are those of a backbone only, the preprocessing and the settings
-    of all other layers are defaults. In this case, the checkpoint's weights are on the device
-    `meta`, because only their shapes are used.
+    If the weights are those of a backbone only, the settings of all other layers are defaults. If
+    they are random, the model is the default model with group norm. In both cases, the
+    preprocessing is a default too, and the returned weights are on the device `meta`, because only
+    their shapes are used.
 
     Args:
         reference: Value of the configuration key `weights`. None: random weights.
