@@ -212,7 +212,7 @@ class TrainingLoop:
         return final or after_epoch or (settings.period > 0 and iteration % settings.period == 0)
 
     def _evaluation_was_missed(self) -> bool:
-        """Whether the checkpoint to resume from has no metrics, but its iteration requires them."""
+        """Whether the checkpoint to resume from has no metrics, but should have been evaluated."""
         trainer, config = self._trainer, self._config
         if not trainer.iteration or self._metrics:
             return False
@@ -233,6 +233,8 @@ class TrainingLoop:
 
     def _save(self, *, final: bool, best: bool = False) -> None:
         """Write a checkpoint on rank 0. Every rank must call this method.
+
+        `final` and `best` are those of `RunFolder.save`.
 
         Raises:
             DivergenceError: A weight is not finite.

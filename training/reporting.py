@@ -113,10 +113,12 @@ class TrainingReport:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Exclude the `with` block from the training time. Before it, report all pending losses.
+        """Exclude the `with` block from the training time.
+
+        Before the block, report the losses of all iterations since the last report.
 
         Raises:
-            DivergenceError: A pending loss is not finite.
+            DivergenceError: One of these losses is not finite.
         """
         # Losses are reported first, because the run may end with this evaluation.
         if self._losses:
@@ -125,9 +127,10 @@ class TrainingReport:
         self._period_start = time.perf_counter()
 
     def record_metrics(self, iteration: int, metrics: dict[str, float]) -> None:
-        """On rank 0, write metrics to `metrics.jsonl` and trackers. `iteration` counts from 1.
+        """On rank 0, write metrics to `metrics.jsonl` and trackers.
 
-        If the file cannot be written, log a warning and close the file.
+        `iteration` is the number of completed iterations. If the file cannot be written, log a
+        warning and close the file.
         """
         if not self._is_main:
             return
@@ -137,7 +140,10 @@ class TrainingReport:
             tracker.log(metrics, iteration)
 
     def record_drawing(self, iteration: int, path: Path) -> None:
-        """If the PNG file `path` exists, send it to the trackers as the drawing of `iteration`."""
+        """If the PNG file `path` exists, send it to the trackers as the drawing of an iteration.
+
+        `iteration` is the number of completed iterations.
+        """
         if path.is_file():
             for tracker in self._trackers:
                 tracker.log_drawing(path, iteration)

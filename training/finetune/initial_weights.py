@@ -19,8 +19,8 @@ def initial_checkpoint(reference: str | None) -> Checkpoint:
     """Return the model and preprocessing that a fine-tuning starts from.
 
     If the weights are those of a backbone only, the settings of all other layers are defaults. If
-    they are random, the model is the default model with group norm. In both cases, the
-    preprocessing is a default too, and the returned weights are on the device `meta`, because only
+    the weights are random, the model is the default model with group norm. In both cases, the
+    preprocessing is the default, and the returned weights are on the device `meta`, because only
     their shapes are used.
 
     Args:

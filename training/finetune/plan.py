@@ -201,9 +201,9 @@ def _images_to_see(
 ) -> tuple[int, str]:
     """Return the length of the run as a number of images (with repetitions), and the reason.
 
-    The number of epochs is `length` times the result of `finetuning_epochs` for this number of
-    images. On a CPU, the run can be shorter. `length` is 1 if training starts from pretrained
-    weights, else larger. `pixels` is the number of pixels of a padded image.
+    The number of epochs is `length` times the result of `finetuning_epochs`. `length` is 1, or
+    larger if training starts from random weights. On a CPU, the run can be shorter. `pixels` is the
+    number of pixels of a padded image.
     """
     epochs = length * finetuning_epochs(images.count)
     seen = math.ceil(epochs * images.count)
