@@ -32,7 +32,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _FileHandler(logging.FileHandler):
-    """Logging handler that stops after a write error, such as a full disk, with one warning."""
+    """Log file handler. On a write error, such as a full disk, it logs a warning and stops."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Remove this handler, and log the error that `emit` caught."""
@@ -64,8 +64,8 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
         log: File to which rank 0 also appends its log records. None: no file.
 
     Yields:
-        Progress bars. Tasks must be added with a field `note`, a text at the end of the bar. Only
-        rank 0 shows them, and only if standard error is a terminal.
+        Progress bars. Each task must be added with a field `note`, the text at the end of its bar.
+        Bars are shown only on rank 0, and only if standard error is a terminal.
     """
     console = Console(stderr=True)
     if console.is_jupyter:

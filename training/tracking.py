@@ -27,10 +27,10 @@ class Tracker(Protocol):
     """Interface of all trackers, which record the metrics and drawings of a run."""
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
-        """Record values by name after an iteration, counted from 1."""
+        """Record values by name. `iteration` is the number of completed iterations."""
 
     def log_drawing(self, path: Path, iteration: int) -> None:
-        """Record a PNG file with validation images after an iteration, counted from 1."""
+        """Record a PNG file of validation images. `iteration` is as in `log`."""
 
     def close(self, *, failed: bool) -> None:
         """Send pending values and close the tracker. `failed`: training ended with an error."""

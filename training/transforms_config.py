@@ -121,10 +121,12 @@ Transform = Annotated[SerializeAsAny[TransformConfig], BeforeValidator(_transfor
 
 
 def check_order(transforms: tuple[TransformConfig, ...]) -> None:
-    """Check that a transform that resizes is the first, and that copy-paste is the last.
+    """Check the positions of transforms: one that resizes must be first, and copy-paste last.
+
+    The list need not contain such transforms.
 
     Raises:
-        ValueError: One of these transforms is at another position. Both are optional.
+        ValueError: A transform that resizes, or copy-paste, is at another position.
     """
     for transform in transforms[1:]:
         if isinstance(transform, RESIZING):
