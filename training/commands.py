@@ -25,7 +25,7 @@ class _TrainCommand(ConfiguredCommand):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
-        """Return the context of `maskrcnn train finetune` or `maskrcnn train CONFIG`."""
+        """Return the context of `train finetune` if `args[0]` is `finetune`, else of `train`."""
         first = next(iter(args), "")
         if first == "finetune":
             return finetune.make_context(f"{info_name} finetune", args[1:], parent, **extra)

@@ -38,7 +38,7 @@ _KEY_BY_OPTION: Final[Mapping[str, str]] = {
 
 
 class ConfiguredCommand(click.Command):
-    """Click command with overrides `KEY=VALUE`, whose `--help` lists all keys of `TrainConfig`."""
+    """Click command that takes overrides `KEY=VALUE`. `--help` lists all keys of `TrainConfig`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments.

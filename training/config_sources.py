@@ -18,7 +18,7 @@ Values = dict[str, Any]
 
 
 class SourceError(Exception):
-    """A configuration file is missing, is not YAML, or has an invalid key `base`."""
+    """A configuration file is missing, is not YAML, or its key `base` has an invalid value."""
 
 
 def presets() -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def read_values(
             before the overrides are applied.
 
     Raises:
-        SourceError: A file is missing, is not YAML, or is its own base.
+        SourceError: A file is missing, is not YAML, or is its own base, also through other files.
         OverrideError: An override does not have the form `key.path=value`, or it sets a key such
             as `a.b` although `a` is a value, not a section.
     """

@@ -105,7 +105,7 @@ class Finetuning:
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in CLASS_ROWS))
 
     def table(self) -> Table:
-        """Return the values of the most important configuration keys, with the reasons for them."""
+        """Return a table of the most important configuration keys, their values and the reasons."""
         title = "plan; set other values with KEY=VALUE"
         table = Table(title=title, title_justify="left")
         table.add_column("key", no_wrap=True)

@@ -87,7 +87,7 @@ def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
 
 
 def _found_shapes(shapes: Iterable[Mapping[str, Any]]) -> str:
-    """Return a text with the number of shapes of each type. Without shapes, it is empty."""
+    """Return a text with the number of shapes of each type. Empty: there are no shapes."""
     kinds = Counter(
         _type_of(shape) + ("" if _label_of(shape) else " without label") for shape in shapes
     )

@@ -195,7 +195,7 @@ def _merge_categories(
 
     Args:
         entries: Categories of the data set to add.
-        categories: Merged categories so far, by name. Categories with new names are added to it.
+        categories: Merged categories so far, by name. New names are added to this dictionary.
         folder: Image folder of the data set to add, for error messages.
     """
     taken = {category["id"] for category in categories.values()}
