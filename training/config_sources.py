@@ -49,7 +49,8 @@ def read_values(
             before the overrides are applied.
 
     Raises:
-        SourceError: A file is missing, is not YAML, or is its own base, also through other files.
+        SourceError: A file is missing, is not YAML, or is its own base, directly or through other
+            files.
         OverrideError: An override does not have the form `key.path=value`, or it sets a key such
             as `a.b` although `a` is a value, not a section.
     """

@@ -48,8 +48,8 @@ def write_detections(
 ) -> None:
     """Write detections to `bbox.json`, `segm.json` and `predictions.pth` in a folder.
 
-    Metrics of an earlier evaluation (`coco_results.pth`) are removed. The JSON files contain the
-    two lists in `results`, which `coco_results_from` returns for the same detections.
+    Metrics of an earlier evaluation (`coco_results.pth`) are removed. The JSON files contain
+    `results`: the same detections in COCO's results format, from `coco_results_from`.
     `predictions.pth` is a list with one dictionary per image:
 
         image_id: Id of the image.

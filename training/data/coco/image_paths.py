@@ -73,7 +73,7 @@ def _files_named(folder: Path, names: set[str]) -> defaultdict[str, list[Path]]:
     """Find files with the given names in a folder, at any depth.
 
     Files whose names differ from `names` only in the case of letters are included. Return lists of
-    paths by the name that the file has in the folder.
+    paths by the actual name of the files.
     """
     found = defaultdict(list)
     folded = {name.casefold() for name in names}
