@@ -209,11 +209,12 @@ def _engine_sources(
 ) -> list[tuple[Artifact, Path]]:
     """Return the manifest entry and the path of each ONNX file to build an engine from.
 
-    Engines are built from the new bundle's ONNX files. `graphs` are the manifest entries of these
-    files, and `partial` is their folder. A bundle has no ONNX files in bf16 and fp8, so this
-    function writes them to the folder `sources` beside `partial`. If a top-k in the checkpoint's
-    configuration exceeds TensorRT's limit, the function writes ONNX files in all precisions to
-    `sources`, with the top-k reduced to the limit. Engines are then built from these files only.
+    `partial` is the folder of the new bundle, and `graphs` are the manifest entries of its ONNX
+    files. Engines in bf16 and fp8 need ONNX files that a bundle does not have. This function writes
+    them to the folder `sources` beside `partial`. All other engines are built from the bundle's
+    ONNX files, unless a top-k in the checkpoint's configuration exceeds TensorRT's limit. In that
+    case, the function writes ONNX files in all precisions to `sources`, with the top-k reduced to
+    the limit, and all engines are built from the files in `sources`.
     """
     limited, changes = limited_checkpoint(checkpoint)
     if changes:

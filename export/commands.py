@@ -233,7 +233,10 @@ def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path
 
 
 def table_of(comparisons: "list[Comparison]") -> Table:
-    """Return a table of each artifact's differences from the checkpoint, and their tolerances."""
+    """Return a table of differences between detections of artifacts and of the checkpoint.
+
+    The last rows hold the tolerances of each precision.
+    """
     names = ("artifact", "images", "found", "boxes px", "scores", "masks", "outside", "")
     table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for c in comparisons:

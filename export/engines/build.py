@@ -1,4 +1,4 @@
-"""Creation of engine builders from options, and lowering of k in top-k for TensorRT."""
+"""Creation of engine builders from options, and reduction of k to the limit of TensorRT's TopK."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -74,7 +74,7 @@ def builder_for(kind: EngineKind, options: EngineOptions, log: BuildLog) -> Engi
 
 
 def limited_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
-    """Reduce each top-k in a checkpoint's configuration to TensorRT's limit.
+    """Reduce each top-k in a checkpoint's configuration that exceeds TensorRT's limit to the limit.
 
     Returns:
         the checkpoint with the reduced values, and a list of the changes as text, as in

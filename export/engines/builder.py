@@ -220,7 +220,10 @@ class EngineBuilder(ABC):
         return builder.build_serialized_network(network, config)
 
     def _parser_error(self, parser: Any, name: str) -> str:
-        """Return a message with the parser's first error, its ONNX node, and a remedy."""
+        """Return a message for parsing errors of the ONNX file `name`.
+
+        It has the parser's first error, the ONNX node that caused the error, and a remedy.
+        """
         error = parser.get_error(0)
         node = " in ".join(
             (f"{error.node_name()} ({error.node_operator()})", *error.local_function_stack()[::-1])
@@ -238,7 +241,10 @@ class EngineBuilder(ABC):
         return []
 
     def _builder_error(self, name: str) -> str:
-        """Return a message with the builder's first logged error and a remedy."""
+        """Return a message for a failed build from the ONNX file `name`.
+
+        It has the first error that the builder logged, or the first memory error, and a remedy.
+        """
         errors = [*self._callback_errors(), *self._log.errors] or ["it gives no reason"]
         memory_errors = [error for error in errors if _OUT_OF_MEMORY.search(error)]
         remedy = f"the build log is {self._log.path}"
