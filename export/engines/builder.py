@@ -220,7 +220,7 @@ class EngineBuilder(ABC):
         return builder.build_serialized_network(network, config)
 
     def _parser_error(self, parser: Any, name: str) -> str:
-        """Return a message for parsing errors of the ONNX file `name`.
+        """Return a message that the engine file `name` cannot be built, because parsing failed.
 
         It has the parser's first error, the ONNX node that caused the error, and a remedy.
         """
@@ -241,9 +241,9 @@ class EngineBuilder(ABC):
         return []
 
     def _builder_error(self, name: str) -> str:
-        """Return a message for a failed build from the ONNX file `name`.
+        """Return a message that the engine file `name` cannot be built, because TensorRT failed.
 
-        It has the first error that the builder logged, or the first memory error, and a remedy.
+        It has a remedy and the first logged error, or, if memory ran out, the first memory error.
         """
         errors = [*self._callback_errors(), *self._log.errors] or ["it gives no reason"]
         memory_errors = [error for error in errors if _OUT_OF_MEMORY.search(error)]
