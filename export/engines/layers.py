@@ -78,6 +78,8 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
       Transposed convolutions are not checked. In fp8, convolutions with fewer than 16 input
       channels, such as the first layer, are not checked either.
 
+    Messages call the engine `name`.
+
     Raises:
         PrecisionError: a layer computes in another type, or `layers` has no convolution.
     """

@@ -12,17 +12,17 @@ def split_top_k(graph: onnx.GraphProto) -> None:
 
     An exported model selects the k best anchors of each of L feature maps. It pads the scores of
     each map from [B, N_l] to [B, N], where N is the largest N_l, concatenates them to [B, L, N],
-    and applies one `Max` with a lower bound of the scores and one `TopK`. After this pass, each map
-    has a separate `Max` and `TopK`, and the results are concatenated to [B, L, k]. Only maps with
-    N_l < k are padded, to [B, k].
+    and applies one `Max` and one `TopK`. `Max` replaces -inf by a finite number that is below all
+    scores. After this pass, each map has a separate `Max` and `TopK`, and the results are
+    concatenated to [B, L, k]. Only maps with N_l < k are padded, to [B, k].
 
     The results are the same. In a feature pyramid with five maps, about a quarter of the padded
-    entries [B, L, N] are scores. The TopK nodes no longer sort the rest, the padding.
+    entries [B, L, N] are scores, and the rest is padding that the new TopK nodes need not sort.
     """
     producers = {name: node for node in graph.node for name in node.output}
 
     def sources(names: Iterable[str], op_type: str) -> list[onnx.NodeProto]:
-        """Return the nodes that output `names`, or [] if a node's type is not `op_type`."""
+        """Return the nodes that output the tensors `names`, or [] if any is not an `op_type`."""
         nodes = [producers[name] for name in names if name in producers]
         return nodes if all(node.op_type == op_type for node in nodes) else []
 

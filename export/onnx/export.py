@@ -29,7 +29,7 @@ _LOWEST = -1e38
 def onnx_from_model(
     model: MaskRCNN, bucket: ShapeBucket, input_dtype: torch.dtype
 ) -> onnx.ModelProto:
-    """Export a model's detection to ONNX for one input size, with a dynamic batch size.
+    """Export a detection model to ONNX for one input size, with a dynamic batch size.
 
     NMS, RoIAlign and the decoding of boxes become nodes of the domain `maskrcnn`, each with a
     function body. All other operations become standard ONNX operators.
