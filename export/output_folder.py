@@ -161,10 +161,10 @@ def with_older_artifacts(
 
 
 def sample_images(paths: Iterable[Path]) -> list[Path]:
-    """Return the first six image files of `paths` in a format that web browsers can display.
+    """Return those image files of `paths` that web browsers can display, at most the first six.
 
     Raises:
-        ImageError: the content of one of these six files is not an image.
+        ImageError: the content of one of the returned files is not an image.
     """
     shown = (path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES)
     chosen = list(islice(shown, _SAMPLES))

@@ -110,7 +110,7 @@ def float8_model(
 
 
 def _fp8_constant(name: str, values: NDArray[np.float32]) -> onnx.TensorProto:
-    """Return an ONNX constant in fp8 (E4M3), with values clamped to its range and rounded."""
+    """Return an ONNX constant in fp8 (E4M3), with values clamped to fp8's range and rounded."""
     bounded = torch.from_numpy(values).clamp(-_LARGEST_FP8, _LARGEST_FP8)
     content = bounded.to(torch.float8_e4m3fn).view(torch.uint8).numpy().tobytes()
     return helper.make_tensor(name, onnx.TensorProto.FLOAT8E4M3FN, values.shape, content, raw=True)

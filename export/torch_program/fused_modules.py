@@ -50,7 +50,8 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
 class _FusedStem(nn.Module):
     """Stem of the ResNet, including pixel normalization, as one kernel.
 
-    It computes the same as `MaskRCNN.stem`. The module replaces the ResNet's first convolution.
+    The method `forward` computes the same as `MaskRCNN.stem` and replaces it. The module replaces
+    the ResNet's first convolution, because it holds the convolution's parameters.
     """
 
     def __init__(self, model: MaskRCNN) -> None:

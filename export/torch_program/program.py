@@ -47,8 +47,8 @@ def program_from_model(
 
     Returns:
         A program of ATen operations and the custom operations of `plugins`. It takes images
-            [B, 3, H, W] and image sizes [B, 2], and returns the outputs that the module
-            `model/bundle/spec.py` lists.
+            [B, 3, H, W] and image sizes [B, 2], (height, width) in pixels before padding. It
+            returns the outputs that the module `model/bundle/spec.py` lists.
     """
     # Two images, because a batch of one would be treated as a constant.
     images = torch.zeros(2, 3, *bucket, dtype=input_dtype)
