@@ -33,8 +33,8 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
     repository already has a model of this name, the file becomes the model's next version.
 
     Triton's clients must resize images and pad them to the model's input size. Inputs and outputs
-    are those of `model.bundle.spec`, except that `num_detections` is [B, 1], because Triton has no
-    scalars.
+    are those of the module `model/bundle/spec.py`, except that `num_detections` is [B, 1], because
+    Triton has no scalars.
 
     Args:
         bundle: Bundle folder.

@@ -1,4 +1,4 @@
-"""Comparison of a bundle's ONNX files and torch programs with the checkpoint's detections."""
+"""Comparison of detections: of a bundle's ONNX files and torch programs, and of its checkpoint."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

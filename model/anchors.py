@@ -1,4 +1,4 @@
-"""Shapes of anchors, and distances between them, for a feature map or a feature pyramid."""
+"""Shapes of anchors, and distances of adjacent anchors, in a feature map or a feature pyramid."""
 
 from collections.abc import Sequence
 

@@ -99,8 +99,13 @@ def write_compiled_program(
 def load_compiled_program(path: Path, precision: Precision, device: torch.device) -> Program:
     """Load a program from a file that `write_compiled_program` wrote.
 
-    The file must have been written with the same versions of torch and Python, for a GPU of the
-    same compute capability.
+    The file must have been written with this environment's versions of torch and Python, and, on a
+    GPU, for the GPU's compute capability.
+
+    Args:
+        path: file of the compiled program.
+        precision: precision of the program. TF32 arithmetic is allowed only for `tf32`.
+        device: a GPU with its index, or the CPU, as when the program was compiled.
     """
     file = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     weights = [weight.to(device) for weight in file["weights"]]
