@@ -55,7 +55,10 @@ def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
 
 
 def values_by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested values into one dictionary by dotted key. Each key begins with `prefix`."""
+    """Flatten nested values into one dictionary by dotted key.
+
+    `prefix`, such as `roi.`, is prepended to each key.
+    """
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
