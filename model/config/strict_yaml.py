@@ -19,7 +19,7 @@ def value_from_yaml(text: str | bytes) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that reports duplicate keys and malformed scalars with their location."""
+    """Safe YAML loader that reports duplicate keys and malformed scalars with their location."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

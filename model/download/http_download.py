@@ -241,9 +241,9 @@ class _Download:
         """Empty the partial file, because the server sends the file from its first byte.
 
         Args:
-            start: Bytes in the partial file so far.
-            version: Recorded version of the partial file.
-            sent: Version that the server sends now.
+            start: Number of bytes in the partial file so far.
+            version: Version of the remote file when the partial file was begun.
+            sent: Version of the remote file in the server's latest response.
 
         Raises:
             DownloadError: The file on the server does not have the expected size.
@@ -295,7 +295,11 @@ def _first_byte(response: httpx.Response) -> int:
 
 
 def _with_min_speed(chunks: Iterable[bytes], policy: RetryPolicy) -> Iterator[bytes]:
-    """Yield chunks. Raise _AttemptError if fewer than `policy.min_speed` bytes/s arrive."""
+    """Yield chunks of a response.
+
+    Raise _AttemptError if, in an interval of `policy.timeout` seconds, fewer than
+    `policy.min_speed` bytes/s arrive on average.
+    """
     since, received = time.monotonic(), 0
     for chunk in chunks:
         yield chunk
