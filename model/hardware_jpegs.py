@@ -148,7 +148,7 @@ class HardwareJpegDecoder:
                 self._slots.append(slot)
 
     def _take_slot(self) -> _Slot:
-        """Return an nvJPEG state (slot) whose batch is decoded. If all are in use, create one.
+        """Return an nvJPEG state (slot) whose last batch is complete. If all are busy, create one.
 
         The slot is removed from the decoder's list of slots until the caller adds it again.
         """

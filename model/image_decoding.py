@@ -203,8 +203,8 @@ def _excess_bits(image: ImageFile) -> int:
     0: the values fit in 8 bits, or Pillow has dropped the low bits already.
 
     Raises:
-        ImageError: a colour image uses only some of the lower bits, such as 12 of 16. Pillow has
-            kept the highest 8 of 16, so that the image would be too dark.
+        ImageError: the highest bits of a colour image are 0, for example because it uses only the
+            lowest 12 of 16 bits. Pillow keeps the highest 8 bits, so the image would be too dark.
     """
     extrema: Any = image.getextrema()
     is_grey = image.mode.startswith("I;16")

@@ -94,7 +94,7 @@ def read_image_file(path: Path) -> bytes:
 
 
 def read_resized_image(path: Path, preprocessing: Preprocessing) -> Pixels:
-    """Read an image file, and resize the image as the model needs it.
+    """Read an image file, and resize the image by the rules of `preprocessing`, without padding.
 
     Returns:
         [h, w, 3] RGB; float32 with the resize rule `torchvision`, otherwise uint8.
@@ -150,7 +150,7 @@ def _check_format(data: bytes) -> type[ImageFile] | None:
     """Return Pillow's reader class for a BMP or TIFF image. None: empty, JPEG, PNG or WebP data.
 
     Raises:
-        ImageError: the data does not begin with the signature of any of these formats.
+        ImageError: the data is not empty, and is not a JPEG, PNG, WebP, BMP or TIFF image.
     """
     plugin = next((own for start, own in _PLUGINS.items() if data.startswith(start)), None)
     if plugin is None and data and plugin_for(data) is None:
