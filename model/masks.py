@@ -202,8 +202,8 @@ def _counts_from_probabilities(
 def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Concatenate the flat indices of value changes in consecutive chunks of a mask.
 
-    If a run of ones continues in the next chunk, both chunks contain the index at which the run
-    crosses from one chunk to the next. Drop this index from both.
+    The values before and after a chunk count as 0. If a run of ones continues in the next chunk,
+    both chunks therefore contain the index of their border. Drop this index from both.
     """
     edges = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
     is_inner = np.zeros(len(edges) + 1, np.bool_)

@@ -255,7 +255,8 @@ class RoiHeads(nn.Module):
     def max_positives(self, rois: TrainingRois) -> int:
         """Return the largest possible number of positive RoIs per image.
 
-        Positive RoIs come first, so the mask loss reads only this number of RoIs per image.
+        It follows from the sampling settings and the number of `rois` per image. Positive RoIs come
+        first, so the mask loss reads only this number of RoIs per image.
         """
         sampling = self.config.sampling
         limit = int(sampling.batch_size_per_image * sampling.positive_fraction)

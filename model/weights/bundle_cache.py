@@ -36,7 +36,8 @@ def bundle_from_reference(
 
     Args:
         reference: Folder of a bundle, path or http(s) URL of a checkpoint or of weights of another
-            implementation, or name of a published model.
+            implementation, or name of a published model, which begins with `torchvision:` or
+            `detectron2:`.
         precisions: Precisions to export, unless `reference` is a bundle.
         engines: TensorRT engines to build beside the ONNX files, as values of the option
             `--engine` of `maskrcnn export`.
