@@ -47,7 +47,10 @@ def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def box_rows_for_every_class(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """If box deltas are class-agnostic, repeat their foreground rows for every class."""
+    """If box deltas are class-agnostic, repeat their foreground rows for every class.
+
+    Class-agnostic deltas have 8 rows: 4 for the background, then 4 for all other classes.
+    """
     moved = dict(tensors)
     for kind in ("weight", "bias"):
         scores, deltas = (tensors.get(f"{layer}.{kind}") for layer in (CLASS_SCORES, BOX_DELTAS))
@@ -59,9 +62,9 @@ def box_rows_for_every_class(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def number_box_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """If the box head begins with convolutions, rename its layer `fc6` to the layer's index.
+    """If the box head begins with convolutions, rename `fc6` to its index among the head's modules.
 
-    torchvision's `FastRCNNConvFCHead` numbers its layers in this way.
+    torchvision's `FastRCNNConvFCHead` uses these indices as the names of its modules.
     """
     convs = sum(bool(re.fullmatch(r"roi_heads\.box_head\.\d+\.0\.weight", n)) for n in tensors)
     if not convs:

@@ -156,7 +156,8 @@ def build_model(
 def _check_conventions(source: str | Path, weights: Weights, config: ModelConfig) -> None:
     """Check that a configuration agrees with the one that the weights were trained with.
 
-    Only settings in `_MEANING_SETTINGS` are compared, such as the pixel mean.
+    Only settings in `_MEANING_SETTINGS` are compared, such as the pixel mean. `source` is the
+    reference of the weights, for the error message.
 
     Raises:
         WeightsError: settings differ; the message lists the settings to use.
