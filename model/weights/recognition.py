@@ -103,7 +103,10 @@ def _with_config(weights: Weights, stated: Detectron2Config) -> Weights:
 
 
 def is_checkpoint(content: object) -> bool:
-    """Whether a file's content is an intact or damaged checkpoint of this program."""
+    """Whether a file's content is a checkpoint of this program, judged by its keys only.
+
+    A checkpoint with missing or invalid values is recognised, too.
+    """
     return isinstance(content, Mapping) and bool({"model_config", "training_state"} & {*content})
 
 

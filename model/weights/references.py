@@ -133,6 +133,9 @@ def _warn_of_assumptions(
 def checkpoint_from_reference(reference: str | Path) -> Checkpoint:
     """Read a checkpoint, or convert another implementation's weights. Download them if necessary.
 
+    Args:
+        reference: path, http(s) URL, name of a published model, or torchvision's name of weights.
+
     Raises:
         CheckpointError: the file cannot be read or converted, or has NaN or infinite weights.
         ZooError: no published model has this name, or this program does not support the model.
