@@ -98,7 +98,7 @@ def bundle_from_checkpoint(
         BundleError: the folder holds other files than a bundle, or cannot be replaced. Or an input
             size is not a multiple of 32, is too large, or is so small that no resized image fits.
             Or `input_dtype` is uint8 and the checkpoint's resizing does not round pixel values. Or
-            a precision needs `builders`, `with_programs` or `calibration`, and it is not given. Or
+            `builders`, `with_programs` or `calibration` is not given, and a precision needs it. Or
             `with_programs` or `calibration` is given, and no precision uses it.
         ImageError: a calibration image cannot be read.
         OSError: the bundle cannot be written.

@@ -214,7 +214,7 @@ def export(
 
 
 def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path]) -> None:
-    """Compare a bundle's detections with its checkpoint's, and print the result.
+    """Compare detections of a bundle and its checkpoint on image files, and print the result.
 
     Raises:
         VerificationError: an artifact's differences exceed the tolerance of its precision.

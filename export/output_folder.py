@@ -64,11 +64,10 @@ def check_output_folder(bundle: Path) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Context manager: create a temporary folder that replaces `path` at the end.
+    """Context manager: yield a temporary folder, which replaces `path` after the `with` block.
 
-    If the `with` block raises an exception, `path` does not change.
-
-    First, if earlier exports to `path` were killed, their temporary folders are removed.
+    If the block raises an exception, `path` does not change. Before the temporary folder is
+    created, temporary folders of earlier, killed exports to `path` are removed.
 
     Raises:
         OSError: the folder cannot be created or written.

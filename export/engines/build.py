@@ -35,9 +35,9 @@ def builders_from_options(
         choices: values of the other engine options. None or (): the option was not given.
 
     Raises:
-        click.UsageError: an option applies to none of `kinds`, names a file in the bundle, or
-            names a timing cache that cannot be written. Or `for_triton` is set, and the engines
-            would be built without weights.
+        click.UsageError: an option applies to none of `kinds`, names a file in the bundle folder,
+            which the export replaces, or names a timing cache that cannot be written. Or
+            `for_triton` is set, and the engines would be built without weights.
         ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
         EngineError: this machine cannot build engines of one of `kinds`.
     """
@@ -74,7 +74,7 @@ def builder_for(kind: EngineKind, options: EngineOptions, log: BuildLog) -> Engi
 
 
 def limited_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
-    """Reduce each top-k in a checkpoint's configuration that exceeds TensorRT's limit to the limit.
+    """Reduce every top-k above TensorRT's limit to this limit, in a checkpoint's configuration.
 
     Returns:
         the checkpoint with the reduced values, and a list of the changes as text, as in

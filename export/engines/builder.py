@@ -1,4 +1,4 @@
-"""Base class of the TensorRT and TensorRT-RTX engine builders, and their optimization profiles."""
+"""Base class of the TensorRT and TensorRT-RTX engine builders, and optimization profiles."""
 
 import importlib
 import logging
@@ -166,7 +166,10 @@ class EngineBuilder(ABC):
     def _build_plan(
         self, model: bytes, name: str, precision: Precision, progress: BuildProgress
     ) -> Any:
-        """Build an engine, check its precision, and return it serialized."""
+        """Build an engine, check its precision, and return it serialized.
+
+        Messages call the engine `name`.
+        """
         with self._current_gpu():
             return self._checked_plan(model, name, precision, progress)
 
@@ -243,7 +246,8 @@ class EngineBuilder(ABC):
     def _builder_error(self, name: str) -> str:
         """Return a message that the engine file `name` cannot be built, because TensorRT failed.
 
-        It has a remedy and the first logged error, or, if memory ran out, the first memory error.
+        It has a remedy and the first error that a plugin raised or TensorRT logged. If memory ran
+        out, it has the first memory error instead.
         """
         errors = [*self._callback_errors(), *self._log.errors] or ["it gives no reason"]
         memory_errors = [error for error in errors if _OUT_OF_MEMORY.search(error)]

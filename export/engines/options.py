@@ -165,8 +165,8 @@ def check_engine_choices(
         kinds: kinds of engine that will be built.
 
     Raises:
-        click.UsageError: an option applies to none of `kinds`, names a file in the bundle, or
-            names a timing cache that cannot be written.
+        click.UsageError: an option applies to none of `kinds`, names a file in the bundle folder,
+            which the export replaces, or names a timing cache that cannot be written.
     """
     for name, value in choices.items():
         option, kinds_with_option = _APPLIES_TO[name]

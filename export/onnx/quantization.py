@@ -35,7 +35,7 @@ def quantized_model(
 
     Args:
         model: result of `onnx_from_model` in fp32.
-        paths: image files for the calibration, of which up to 64 are used.
+        paths: image files for the calibration. At most 64 of them are used, evenly spaced.
         preprocessing: the checkpoint's settings for resizing images.
         bucket: input size of the model. Images that exceed it are cropped.
 
