@@ -95,7 +95,10 @@ def _layout(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str
 
 
 def _with_statistics(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add mean 0 and variance 1 to batch norms of which only scale and shift are stored."""
+    """Add mean 0 and variance 1 to batch norms of which only scale and shift are stored.
+
+    `tensors` have this model's names. `state` holds all tensors of the file under the file's names.
+    """
     if not any("_bn_" in name for name in state):
         return tensors
     merged = [
