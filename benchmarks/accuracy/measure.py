@@ -140,7 +140,8 @@ def _detect(
     Args:
         records: images to process.
         detect: function that takes image paths and the argument `apply_orientation`, and yields
-            detections or an error per image.
+            detections or an error per image. `apply_orientation` is whether an image is rotated as
+            its EXIF data says.
         upright_first: value of `apply_orientation` in the first attempt. Images whose size then
             differs from the annotated size are processed again with the opposite value.
     """

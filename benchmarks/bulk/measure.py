@@ -33,7 +33,7 @@ _MIN_CALLS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class BulkSettings:
-    """Settings of a bulk-prediction measurement: precision, backend, batches, images, duration."""
+    """Settings of the bulk benchmark: precision, backend, batch sizes, images and duration."""
 
     # Precision to measure. None: the first precision of the bundle that the backend supports.
     precision: Precision | None = None
@@ -111,9 +111,9 @@ def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
 def _fitting_images(
     images: Sequence[bytes], backend: Backend, manifest: Manifest
 ) -> Sequence[bytes]:
-    """Return the images for which the backend has a large enough input size.
+    """Return the images that, after resizing, fit into one of the backend's input sizes.
 
-    If there is no such image, return `images`.
+    If no image fits, return all of them.
     """
     fitting = []
     for data in images:
@@ -151,6 +151,9 @@ def _measure_steps(
     backend: Backend, manifest: Manifest, requests: Sequence[ImageRequest], seconds: float
 ) -> tuple[float, dict[str, float]]:
     """Measure each processing step of one batch while no other step runs.
+
+    The steps share `seconds` equally. The throughput of the model step is then measured for
+    another `seconds`.
 
     Returns:
         Images per second of the model step, and a mapping from the name of each step to its median

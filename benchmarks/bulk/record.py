@@ -93,12 +93,12 @@ def bulk_record(results: Sequence[BulkResult], images: str) -> Record:
 
 
 def bulk_goals(results: Sequence[BulkResult]) -> list[str]:
-    """Compare the `share` of each result that was measured on a GPU with its goal, `_GOAL`.
+    """Compare the `share` of each result with the goal `_GOAL`. Results of CPUs are left out.
 
     `share` is the throughput of all steps divided by the throughput of the model step alone.
 
     Returns:
-        One sentence per GPU result.
+        One sentence per result that was measured on a GPU.
     """
     return [
         f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "

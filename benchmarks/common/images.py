@@ -93,9 +93,12 @@ def photo_like_jpegs() -> list[bytes]:
 def batch_from_encoded(
     images: Sequence[bytes], bucket: ShapeBucket, count: int
 ) -> NDArray[np.uint8]:
-    """Decode images, stretch each to the size `bucket`, and return a batch [count, 3, H, W] RGB.
+    """Decode images, stretch each to the size `bucket`, and return them as one batch.
 
     If there are fewer than `count` images, they are repeated.
+
+    Returns:
+        uint8 RGB pixels [count, 3, H, W], with H and W of `bucket`.
 
     Raises:
         ImageError: a file cannot be decoded.

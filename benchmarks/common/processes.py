@@ -252,7 +252,7 @@ class _Thread(NamedTuple):
 
 
 def _thread_ticks(pid: int) -> dict[_Thread, int]:
-    """Return the CPU time, in ticks, of each thread of a process and of its descendants."""
+    """Map each thread of a process and of its descendants to its CPU time in ticks."""
     ticks = {}
     for member, (process_name, _) in _process_tree_stats(pid).items():
         for folder in Path(f"/proc/{member}/task").glob("*"):
