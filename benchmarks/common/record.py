@@ -109,8 +109,8 @@ def publish(record: Record, json_path: Path | None = None, folder: Path | None =
     Args:
         record: the record.
         json_path: path of a JSON file to write. None: do not write this file.
-        folder: folder for a Markdown page, a PNG and a second JSON file. None: write none of these
-            three.
+        folder: folder for a Markdown page, a PNG and a JSON file with the same content as
+            `json_path`. None: write none of these three.
     """
     console = Console()
     console.print(Text(record.title, style="bold"))
@@ -208,7 +208,7 @@ def _draw_plots(grid: PlotGrid, path: Path) -> None:
 
 
 def _page_from(record: Record, image: str) -> str:
-    """Return the record as a Markdown page that shows the PNG `image`."""
+    """Return the record as a Markdown page. `image` is the name of a PNG in the page's folder."""
     parts = [
         f"# {record.title}",
         f"```sh\n{record.command}\n```",

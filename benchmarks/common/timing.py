@@ -134,7 +134,7 @@ class GpuTimer:
         return median(float(begin.elapsed_time(end)) for begin, end in spans)
 
     def copy_gigabytes_per_second(self) -> float:
-        """Return the bandwidth, reads plus writes, of copying a large tensor in GPU memory."""
+        """Return the bandwidth of copies in GPU memory, reads plus writes, in GB/s."""
         source, target = self._filler.chunk(2)
         return _FILL_BYTES / self.milliseconds(lambda: target.copy_(source)) / 1e6
 

@@ -96,6 +96,10 @@ class TorchvisionTrainer:
     def __init__(self, config: TrainConfig, worker: Worker) -> None:
         """Build torchvision's model with the initial weights of a `Trainer` for `config`.
 
+        Args:
+            config: training configuration.
+            worker: rank and device of this process.
+
         Raises:
             ConfigError: torchvision has no model of this configuration.
         """
@@ -171,7 +175,7 @@ class _TransformWithoutResize(GeneralizedRCNNTransform):  # type: ignore[misc]
 
 
 def _torchvision_inputs(batch: Batch) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """Convert a batch to torchvision's lists of images and targets, without padding."""
+    """Convert a batch to torchvision's lists of images and targets. Padding is removed."""
     targets = batch.targets
     assert targets is not None
     images, converted = [], []

@@ -84,6 +84,11 @@ class MatmulRoofline:
 def measure_stages(run: BatchRun, precision: Precision, batch: int) -> StageTimes:
     """Profile several runs of a batch. Return the mean GPU time of a run by stage and kernel.
 
+    Args:
+        run: batch to run, on a loaded engine.
+        precision: precision of the engine, for the result.
+        batch: number of images in the batch, for the result.
+
     Raises:
         ValueError: the runs did not all start the same number of GPU activities.
     """
@@ -210,10 +215,10 @@ def measure_matmul_rooflines(
 
 
 def flops_per_image(config: ModelConfig, bucket: ShapeBucket) -> int:
-    """Return the floating-point operations of convolutions and matrix products for one image.
+    """Return the number of floating-point operations that the model needs for one image.
 
-    A multiply-add counts as two operations. The model runs on the meta device, so nothing is
-    computed. This project's custom operations, element-wise operations and sorting are not counted.
+    Only convolutions and matrix products count. A multiply-add counts as two operations. The model
+    runs on the meta device, so nothing is computed.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
