@@ -140,8 +140,8 @@ def measure_models(
 def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[MatmulRoofline]:
     """Return one upper bound of the throughput per precision, except for int8 and fp8.
 
-    The rate of matrix products is not measured in int8 and fp8. The bounds are for the first checkpoint in `models`. If there is no checkpoint or no GPU,
-    return [].
+    The rate of matrix products is not measured in int8 and fp8. The bounds are for the first
+    checkpoint in `models`. If there is no checkpoint or no GPU, return [].
 
     Args:
         models: Checkpoints (files) and bundles (folders).

@@ -35,7 +35,7 @@ InferBaseline = Literal["torchvision", "onnxruntime"]
 
 @dataclass(frozen=True)
 class BatchRun:
-    """Functions that run one batch on an engine, with input and output in host or device memory."""
+    """Functions that run one batch on an engine. `data` says where input and output are."""
 
     # Name of the engine, such as `onnxruntime`.
     engine: str
@@ -91,8 +91,8 @@ class EngineChoice:
         """Load the engine for an input size and batches of at most `max_batch` images.
 
         Raises:
-            BundleError: the bundle cannot be read, or lacks the precision or the input size; or the
-                model is a checkpoint, and the precision is int8 or fp8.
+            BundleError: the bundle cannot be read, or lacks the precision or the input size. Also
+                raised for a checkpoint in int8 or fp8, which only a bundle supports.
             BackendError: the backend does not run on this machine, or does not support `max_batch`.
             CheckpointError: the file is not a checkpoint, or torchvision has no model of the
                 checkpoint's configuration.

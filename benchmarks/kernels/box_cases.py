@@ -50,9 +50,9 @@ _TOP_K_SIZES = (
 
 
 def nms_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `nms_keep`: proposals of FPN levels, detections, and proposals of a C4 model.
+    """Yield cases of `nms_keep`: NMS of an FPN's proposals, of detections, and of C4 proposals.
 
-    Detections are suppressed per class.
+    An FPN's proposals are suppressed per level, and detections per class.
     """
     for max_images, levels, full, classes, threshold, max_keep, goal in _NMS_SIZES:
         images, count = min(max_images, workload.batch), workload.count(full)
@@ -157,7 +157,7 @@ def decoding_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def encoding_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `encode_boxes`: encoding of the regression targets of sampled RoIs."""
+    """Yield a case of `encode_boxes`: deltas from sampled RoIs to their ground-truth boxes."""
     rois = workload.boxes(workload.batch, workload.count(512))
     truth, coder = rois + 3, BoxCoder((10.0, 10.0, 5.0, 5.0))
     yield kernel_case(

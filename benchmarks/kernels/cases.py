@@ -87,7 +87,7 @@ def gradient_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def resizing_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `resize_pad`: enlargement of small images, and reduction of large ones."""
+    """Yield cases of `resize_pad`: small images enlarged, and large images reduced, to one size."""
     batch, height, width = workload.batch, workload.height, workload.width
     for scale in (0.6, 4.0):
         sides = round(scale * height), round(scale * height * 4 / 3)

@@ -77,7 +77,10 @@ def polygon_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def run_length_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `mask_targets_from_rle`: RLE masks in image size, each with one disc."""
+    """Yield a case of `mask_targets_from_rle`: targets of RoIs, from RLE masks of whole images.
+
+    Each mask contains one disc.
+    """
     count, rois, owners = _instances_and_rois(workload)
     height, width, radius = workload.height, workload.width, workload.height / 8
     y, x = torch.arange(height)[:, None], torch.arange(width)
@@ -145,7 +148,10 @@ def paste_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def compression_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `compress_runs`: 100 RLE masks per image, two runs per mask column."""
+    """Yield a case of `compress_runs`: compressed COCO RLE of 100 masks per image.
+
+    Each mask is half as wide as the image, and has two runs per column.
+    """
     count, columns = workload.count(100 * workload.batch), workload.image_width // 2
     zeros, ones = workload.randint(40, 2, count, columns).int() + workload.height // 2 - 20
     runs = torch.stack([zeros, ones], dim=2).flatten(1)

@@ -22,9 +22,9 @@ class KernelBaseline:
 
 @dataclass(frozen=True)
 class KernelGoal:
-    """Goal for a kernel at one input size: maximum time, and minimum speedup over a baseline."""
+    """Goal for a kernel at one input size: maximum time and, if set, speedup over a baseline."""
 
-    # Maximum time.
+    # Maximum time of one call.
     milliseconds: float
     # Minimum speed relative to the first baseline. None: not compared.
     times_peer: float | None = None
@@ -155,7 +155,9 @@ def kernel_case(
     *baselines: KernelBaseline,
     goal: KernelGoal | None = None,
 ) -> KernelCase:
-    """Run a kernel once to find the size of its outputs, and return a benchmark case for it.
+    """Return a benchmark case of a kernel.
+
+    The kernel runs once, because the size of its outputs is part of its memory traffic.
 
     Args:
         kernel: name of the kernel.
