@@ -43,9 +43,9 @@ def on_startup(**_: object) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Return all files of the site.
 
-    They are the theme's files, the repository's Markdown pages, and one file for each other link
-    target in the repository and for each file of a linked folder: a copy of an image, JSON file or
-    notebook, else a page that shows the source or the folder's list of files.
+    They are the theme's files, the repository's Markdown pages, and one file per other link target
+    in the repository. Images, JSON files and notebooks are copied. For another file, a page shows
+    its source. For a folder, a page lists its files, which get files of the site too.
     """
     tracked = _tracked_files()
     pages = [path for path in tracked if path.endswith(".md") and not _NO_PAGES.match(path)]

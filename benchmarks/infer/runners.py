@@ -215,7 +215,7 @@ class TorchRunner:
         self.model.eval().to(self.device)
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return one `BatchRun` of images [B, 3, H, W], with input and output on the device."""
+        """Return one `BatchRun` of images [B, 3, H, W]. Data are in the model's device memory."""
         import torch
 
         from ...training.trainer import AUTOCAST_DTYPES

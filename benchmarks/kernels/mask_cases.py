@@ -36,7 +36,7 @@ _PASTE_LIMIT = "pixels of the largest boxes, each in the one thread block of its
 
 
 def crop_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `mask_targets_from_crops`: ground-truth masks cropped to their boxes."""
+    """Yield a case of `mask_targets_from_crops`: targets of RoIs, from masks cropped to boxes."""
     batch, instances, rois = workload.batch, workload.count(20), workload.count(128)
     masks = (workload.rand(batch, instances, _CROP, _CROP) < 0.5).to(torch.uint8)
     boxes = workload.rand(batch, rois, 2, 2).sort(dim=2).values.flatten(2) * _CROP

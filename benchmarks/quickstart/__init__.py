@@ -48,7 +48,7 @@ _OUTPUTS = {
 
 
 class QuickstartError(Exception):
-    """A step of a quickstart gave a wrong result, or the output folder holds unrelated files."""
+    """A step gave a wrong result, or the output folder holds files that no quickstart wrote."""
 
 
 @click.command()
@@ -122,8 +122,10 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
 def _prepare_folder(output: Path) -> None:
     """Create the output folder, or empty it if an earlier quickstart created it.
 
+    A quickstart leaves a marker file in its output folder.
+
     Raises:
-        QuickstartError: the folder holds files that no quickstart wrote.
+        QuickstartError: the folder holds files, but not the marker file.
     """
     if output.exists() and any(output.iterdir()):
         if not (output / _MARKER).exists():
@@ -183,8 +185,8 @@ def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> N
 def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", image: Path) -> None:
     """Check that a server's detections equal those of offline prediction.
 
-    Draw the images with the most objects, with ground truth and detections, to the PNG file
-    `image`.
+    The first validation images are sent. Those with the most objects are drawn, with ground truth
+    and detections, to the PNG file `image`.
 
     Raises:
         QuickstartError: a request failed, or the detections differ.
@@ -256,9 +258,9 @@ def _measure_server(bundle: Path, images: Path) -> "list[ServeResult]":
 def _metrics_from(
     checkpoint: Path, infer_results: "list[InferResult]", serve_results: "list[ServeResult]"
 ) -> dict[str, float]:
-    """Return a checkpoint's COCO metrics, and the speed that two benchmarks measured.
+    """Return the COCO metrics that a checkpoint contains, and the results of two benchmarks.
 
-    Keys of the inference benchmark are names such as `infer/batch_1/images_per_second`, keys of
+    Keys of the inference benchmark are names such as `infer/batch_1/images_per_second`. Keys of
     the serving benchmark are names such as `serve/clients_1/p50_ms`.
     """
     from ...model.checkpoint import load_checkpoint

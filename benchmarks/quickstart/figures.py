@@ -59,7 +59,7 @@ def draw_comparison(dataset: CocoDataset, predictions: Sequence[Detections], ima
 def _ground_truth_of(record: ImageRecord, dataset: CocoDataset) -> Detections:
     """Return an image's annotations as detections of score 1.
 
-    Boxes and masks are in pixels of the enlarged image that is drawn.
+    Boxes and masks are in pixels of the drawn image, which is `_ENLARGEMENT` times as large.
     """
     size = (_ENLARGEMENT * record.height, _ENLARGEMENT * record.width)
     masks = [

@@ -145,8 +145,8 @@ def serve(
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return option values, with a default for --concurrency if it is needed but not given.
 
-    --load needs --concurrency, because --load gives rates as fractions of the throughput at
-    --concurrency. The default is also used if no option that sets a load is given.
+    It is needed if no option sets a load. It is also needed with --load, because --load gives rates
+    as fractions of the throughput at --concurrency.
     """
     others = values["rates"] or values["streamed"] or values["http"]
     if not values["concurrencies"] and (values["loads"] or not others):

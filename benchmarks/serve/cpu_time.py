@@ -19,8 +19,8 @@ def cpu_cells(result: ServeResult) -> tuple[str, ...]:
 
     The first cell is the mean number of CPU cores that all processes of the server used. The other
     cells are CPU milliseconds per image of the server's main process, its front-end processes, its
-    worker processes, and the client processes. If `result.server` is None, only the last cell is
-    filled.
+    worker processes, and the client processes. If the use of the server was not measured, only the
+    last cell is filled.
     """
     clients = _milliseconds(result.client.total_cores, result)
     if result.server is None:

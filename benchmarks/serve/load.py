@@ -74,7 +74,7 @@ class LoadWindow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientLoad:
-    """Share of a load that one client process sends: server address, requests and send times."""
+    """Share of a load that one client process sends: server, requests, time window and seed."""
 
     address: str
     load: Load
@@ -134,9 +134,11 @@ def send_load(load: ClientLoad) -> ClientLog:
 
 
 def arrival_times(load: OpenLoop, share: ClientLoad) -> list[float]:
-    """Return the times at which one client process sends the images of its share of a load.
+    """Return the times at which one client process sends images, in seconds of `time.monotonic`.
 
-    Times are seconds of `time.monotonic`.
+    Args:
+        load: total rate of all client processes, and whether times are random or equally spaced.
+        share: share of the process, with its index and the time window.
     """
     window = share.window
     if load.arrivals == "constant":
@@ -175,7 +177,10 @@ async def _send_load(share: ClientLoad) -> ClientLog:
 
 @contextlib.asynccontextmanager
 async def _detecting(share: ClientLoad) -> AsyncIterator[_Detect]:
-    """Open the connections of a client process. Yield a function that sends one request."""
+    """Open the connections of a client process.
+
+    Yield a function that sends one serialised request, and returns its status and timing.
+    """
     if isinstance(share.load, HttpLoop):
         with contextlib.closing(HttpClient(share.address)) as client:
             yield _http_detect(client, share.load.path, share.timeout_s)

@@ -144,7 +144,7 @@ def measure_bundle(
 
     Raises:
         ServerStartError: the server did not start.
-        ServingError: the server rejects the first image.
+        ServingError: the server rejects the first image, which is sent as a check.
         NoAnswerError: under one of the loads no request was answered with detections.
     """
     http_address = None
@@ -173,7 +173,8 @@ def measure_server(
         The result of each load when it is complete.
 
     Raises:
-        ServingError: the server does not respond, or rejects the first image.
+        ServingError: the server does not respond, or rejects the first image, which is sent as a
+            check.
         NoAnswerError: under one of the loads no request was answered with detections.
     """
     target = _target_at(address, settings, pid)
@@ -205,7 +206,8 @@ class _ServerTarget(NamedTuple):
 def _target_at(address: str, settings: ServeSettings, pid: int | None) -> _ServerTarget:
     """Check that a server can process the first image, by sending this image to it.
 
-    Return the server's address, maximum batch size and process ID, and the requests to send.
+    Return the server's address, maximum batch size and process ID, and one serialised request per
+    image.
     """
     options = DetectionOptions(mask_format=settings.masks)
     images = settings.encoded_images()

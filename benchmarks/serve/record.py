@@ -127,7 +127,8 @@ def serve_goals(
 ) -> list[str]:
     """Return sentences that compare results of the serving benchmark with this project's goals.
 
-    If `max_delay_ms` or `bulk` is None, goals that depend on it are left out.
+    If `max_delay_ms` is None, the latency goals are left out. If `bulk` is None, the throughput
+    goals are left out.
     """
     own = own_results(results)
     best = fastest(own)
@@ -186,10 +187,10 @@ def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
 def _latency_goal(
     result: ServeResult, load: OpenLoop, best: ServeResult, max_delay_ms: float | None
 ) -> str:
-    """Return a sentence on latency, refused requests and server memory under an open loop.
+    """Return sentences on latency, refused requests and server memory under an open loop.
 
     The latency goal depends on `best`, the fastest closed-loop result, and on the server's option
-    `--max-delay-ms`. If `max_delay_ms` is None, the sentence has no goal.
+    `--max-delay-ms`. If `max_delay_ms` is None, the latency is not compared with a goal.
     """
     refused = _refused_requests(result)
     refusal = f"{refused} of {refused + result.requests} refused"

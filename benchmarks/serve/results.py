@@ -18,7 +18,7 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """Mean milliseconds of a request by stage. Their sum is the mean latency."""
+    """Mean milliseconds of a request in each stage. The stages' sum is the mean latency."""
 
     decode: float
     queue: float
@@ -40,7 +40,7 @@ class Refusals:
 
 @dataclass(frozen=True)
 class ClientUse:
-    """CPU use of the client processes, and delay between due time and sending of their requests."""
+    """CPU use of the client processes, and delay with which they sent their requests."""
 
     # CPU time per wall-clock time of the busiest process.
     cores: float

@@ -48,7 +48,7 @@ class TrainSettings:
 
 
 class GpuSteps(NamedTuple):
-    """Launch time on the host, number of kernels, and NCCL time of a training step on a GPU."""
+    """Host time to launch a training step on a GPU, its number of kernels, and its NCCL time."""
 
     # Median time that the process needs to launch a step on an idle GPU.
     host_ms: float
@@ -196,7 +196,7 @@ def _measure_steps(
 def _average_precision(
     model: "MaskRCNN", config: "TrainConfig", categories: Sequence[Category], worker: "Worker"
 ) -> dict[str, float]:
-    """Return COCO metrics of a model's boxes and masks on the validation set, by name."""
+    """Map the names of COCO metrics, such as `segm/AP`, to their values on the validation set."""
     from ...training.data.coco.dataset import CocoDataset
     from ...training.data.loading.loader import eval_loader
     from ...training.evaluation.evaluator import CocoEvaluator, evaluate_model
@@ -230,10 +230,14 @@ def _gpu_steps(step: Callable[[], object]) -> GpuSteps:
 
 
 def communication_milliseconds(activities: Sequence[GpuActivity]) -> tuple[float, float]:
-    """Return the milliseconds in which NCCL kernels run, and in which only NCCL kernels run.
+    """Return the NCCL time of a training step.
 
     Args:
         activities: GPU activities of a step, ordered by start time.
+
+    Returns:
+        Milliseconds in which NCCL kernels run, and those of them in which the GPU runs nothing
+        else.
     """
     nccl = [activity for activity in activities if activity.name.startswith("nccl")]
     others = [activity for activity in activities if not activity.name.startswith("nccl")]
@@ -251,7 +255,10 @@ class _StepTimer:
         self.mark()
 
     def mark(self) -> None:
-        """Record the time at which all work submitted to the device so far is complete."""
+        """Record the time at which all work submitted to the device so far is complete.
+
+        On a GPU this enqueues an event, without waiting for the work.
+        """
         if self._on_gpu:
             import torch
 
