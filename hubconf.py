@@ -40,11 +40,11 @@ def maskrcnn_resnet50_fpn(weights: str | None = None, num_classes: int = 80) -> 
     """Build Mask R-CNN with ResNet-50 and a feature pyramid, in evaluation mode.
 
     Args:
-        weights: name of a published model, such as `torchvision:maskrcnn_resnet50_fpn`, or path or
-            http(s) URL of a weights file. The file is a checkpoint of this project, or holds the
-            weights of all layers of a Mask R-CNN of torchvision, detectron2, maskrcnn-benchmark or
-            Caffe2. None: random weights. URLs and names of published models require the packages
-            httpx and tenacity.
+        weights: name that `maskrcnn weights list` prints, such as
+            `torchvision:maskrcnn_resnet50_fpn`, or path or http(s) URL of a weights file. The file
+            is a checkpoint of this project, or holds the weights of all layers of a Mask R-CNN of
+            torchvision, detectron2, maskrcnn-benchmark or Caffe2. None: random weights. URLs and
+            names require the packages httpx and tenacity.
         num_classes: number of foreground classes. Used only with random weights.
     """
     return _build("resnet50", "fpn", weights, num_classes)

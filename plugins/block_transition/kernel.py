@@ -10,7 +10,7 @@ _SHARED = 227 << 10
 
 
 def fits_shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> bool:
-    """Return whether the kernel fits the shared memory of a GPU of compute capability 9.0.
+    """Return whether a thread block fits in shared memory on compute capability 9.0.
 
     `channels` and `outputs` are the input and output channels of a residual block's last
     convolution, `shortcut` the input channels of the shortcut's convolution (0: there is none), and
@@ -64,7 +64,7 @@ def block_transition_launch(pixels: int, multiprocessors: int) -> Launch:
     - weight [reduced, outputs] and bias [reduced] of the next block's first convolution.
 
     Outputs are the block's output [pixels, outputs] and the result of the next block's first
-    convolution [pixels, reduced].
+    convolution [pixels, reduced]. All tensors have the kernel's `value_type`.
     """
     blocks = -(-pixels // (_TILE * _THREADS // _WARP))
     return Launch((min(multiprocessors, blocks), 1, 1), (_THREADS, 1, 1), (pixels,))

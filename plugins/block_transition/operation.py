@@ -2,8 +2,9 @@
 
 Contract of all implementations: the result of a residual block's last convolution and the block's
 shortcut are added, pass a ReLU, and are rounded to the data type of the tensors. The first
-convolution of the next block, with a ReLU, reads the rounded values. `can_fuse_transition` accepts
-only blocks with few channels, because the CUDA kernel keeps all weights in shared memory.
+convolution of the next block, with a ReLU, reads the rounded values. The CUDA kernel keeps all
+weights in shared memory, so the operation supports only blocks with few channels.
+`can_fuse_transition` returns whether it supports a block.
 """
 
 # In the first stage of a ResNet-50 or larger, memory traffic determines how long these layers take.

@@ -57,7 +57,8 @@ def decode_boxes_launch(
 
     - deltas [batch, references, classes, 4] float32;
     - references [batch, references, 4] float32, or [1, references, 4] if `shared`;
-    - indices [batch, chosen] int64 into the references * classes deltas of an image;
+    - indices [batch, chosen] int64 of the deltas to decode, among the references * classes deltas
+      of an image;
     - image sizes (height, width), [batch, 2] int64.
 
     Outputs are boxes [batch, chosen, 4] float32 and, if the kernel has a `min_side`, `large`

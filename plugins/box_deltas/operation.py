@@ -93,7 +93,8 @@ def decode_boxes(
 
     Returns:
         boxes [B, K, 4] float32, xyxy in input pixels, zero for padding; and `large` [B, K] bool,
-        True for boxes whose sides are at least `min_side`, False for empty boxes and padding.
+        True for boxes whose sides x2 - x1 and y2 - y1 are at least `min_side`, False for empty
+        boxes and padding.
     """
     exists = indices >= 0
     # Padding gathers the first delta; its box is zeroed below.

@@ -14,7 +14,7 @@ def box_iou_launch(batch: int, rows: int, columns: int, *, shared: bool) -> Laun
     """Return the grid, block and scalar arguments of the kernel `BOX_IOU` for B = `batch` images.
 
     Inputs are two sets of boxes, [B, rows, 4] and [B, columns, 4], or [1, columns, 4] if `shared`.
-    The output is the IoU [B, rows, columns] of all pairs. All are float32.
+    Boxes are xyxy. The output is the IoU [B, rows, columns] of all pairs. All are float32.
     """
     grid = (-(-columns // _THREADS), -(-rows // _ROWS), batch)
     return Launch(grid, (_THREADS, 1, 1), (rows, columns, 0 if shared else columns))

@@ -12,9 +12,9 @@ _VECTORS = {"float16": 8, "bfloat16": 8, "float": 4}
 
 
 def class_logits_kernel(value_type: str, channels: int) -> Kernel:
-    """Return the kernel of `maskrcnn::class_logits` for features of one type and channel count.
+    """Return the kernel of `maskrcnn::class_logits` for features of `channels` channels.
 
-    `value_type` is `float16`, `bfloat16` or `float`.
+    `value_type` is the type of all tensors but the labels: `float16`, `bfloat16` or `float`.
     """
     constants = (
         ("VALUE", value_type),
@@ -32,7 +32,7 @@ def class_logits_launch(instances: int, cells: int) -> Launch:
 
     Inputs are features [instances, cells, channels], weight [classes, channels], bias [classes] and
     labels [instances] int64. The output is the logits of each instance's class,
-    [instances, cells].
+    [instances, cells]. All but the labels have the kernel's `value_type`.
     """
     blocks = -(-cells // (_CELLS_PER_WARP * _THREADS // _WARP))
     return Launch((instances, blocks, 1), (_THREADS, 1, 1), (cells,))

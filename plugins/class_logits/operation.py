@@ -16,6 +16,8 @@ from .kernel import class_logits_kernel, class_logits_launch
 def class_logits(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
     """Compute the logits of each instance's class in all mask cells. There is no gradient.
 
+    This is the last, 1x1 convolution of a mask head, without the output channels of other classes.
+
     Args:
         features: [R, P, C] of R instances with P cells; on a GPU float32, float16 or bfloat16.
         weight: [K, C] of K classes, of the features' dtype.

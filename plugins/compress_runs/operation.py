@@ -19,8 +19,8 @@ def compress_runs(counts: Tensor, num_runs: Tensor, capacity: int) -> tuple[Tens
     """Compress the run lengths of masks to COCO RLE strings.
 
     Args:
-        counts: [N, C] int32, up to C run lengths of each of N masks. The first run of a mask is of
-            zeros.
+        counts: [N, C] int32, up to C run lengths of each of N masks. The first run of a mask is
+            background.
         num_runs: [N] int32, number of runs of each mask. If it exceeds C, the mask's result is
             undefined.
         capacity: maximum number of characters per mask.

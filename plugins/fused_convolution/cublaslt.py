@@ -131,7 +131,9 @@ class Product:
     ) -> None:
         """Queue the product in the current stream. It writes its result to `output`.
 
-        All tensors must be contiguous, with the dtype and sizes given to the constructor.
+        All tensors must be contiguous and have the dtype given to the constructor. `rows` is
+        [count, inputs], `weight` [outputs, inputs], `bias` [outputs]; `residual` and `output` are
+        [count, outputs].
 
         Raises:
             UnsupportedError: the algorithm does not support the tensors. Nothing is queued then.

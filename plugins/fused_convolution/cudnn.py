@@ -37,7 +37,8 @@ def convolve_with_bias(
 ) -> None:
     """Queue `torch.conv2d` with a bias, followed by a ReLU if `relu`. Write the result to `output`.
 
-    The tensors must be on the current GPU, channels-last, and all float16 or all bfloat16.
+    With N output channels, `images` is [B, C, H, W], `weight` [N, C, K, K] and `bias` [N]. The
+    tensors must be on the current GPU, channels-last, and all float16 or all bfloat16.
 
     Raises:
         UnsupportedError: cuDNN does not support the convolution. Nothing is queued then.

@@ -1,4 +1,4 @@
-"""`maskrcnn::expand_reduce`: two 1x1 convolutions of successive residual blocks, fused."""
+"""`maskrcnn::expand_reduce`: last 1x1 convolution of a residual block, and first of the next."""
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def expand_reduce(
     next_weight: Tensor,
     next_bias: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute two successive 1x1 convolutions with ReLU, of which the first adds a residual map.
+    """Compute two successive 1x1 convolutions, each with a ReLU. The first adds a residual map.
 
     Args:
         images: [B, C, H, W], input of the first convolution; on a GPU float16 or bfloat16.

@@ -24,8 +24,8 @@ def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) 
     """Run the fastest implementation of an operation in the current stream.
 
     The first call with a key measures all implementations. If a CUDA graph is being captured, they
-    cannot be measured: for a new key, the first supported implementation runs instead. The GPU of
-    the operation must be current.
+    cannot be measured: if the key is new, this call runs the first supported implementation. The
+    GPU of the operation must be current.
 
     Args:
         key: all properties that affect the durations: GPU, dtypes, shapes and options.

@@ -26,7 +26,9 @@ class Library:
             raise UnsupportedError(str(error)) from error
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Call a function. Python integers are passed as C's `int`.
+        """Call a function and check its status.
+
+        Arguments are ctypes values, or Python integers, which are passed as C's `int`.
 
         Raises:
             UnsupportedError: the library lacks the function, or the status is not 0.

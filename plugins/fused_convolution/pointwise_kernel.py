@@ -136,8 +136,8 @@ def _upsampling_convolution(  # type: ignore[no-untyped-def]
     """Compute a 1x1 convolution, and add a residual map that is upsampled by a factor of two.
 
     No ReLU is applied. A thread block keeps BLOCK_N rows of the weight, one per output channel, in
-    shared memory while it computes many tiles. BLOCKS thread blocks keep the same rows, and share
-    the tiles among them.
+    shared memory while it computes many tiles of BLOCK_M pixels. BLOCKS thread blocks keep the same
+    rows, and each of them computes a part of the tiles.
     """
     parts: tl.constexpr = OUTPUTS // BLOCK_N
     channel_out = tl.program_id(0) % parts * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -183,10 +183,11 @@ def _pointwise_convolution(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Multiply pixels [pixels, CHANNELS] by weight [OUTPUTS, CHANNELS], one tile per block.
+    """Multiply pixels [pixels, CHANNELS] by the transpose of the weight [OUTPUTS, CHANNELS].
 
-    If RESIDUAL, add the residual map. If SHIFT, the residual has half the output's height and
-    width. If EARLY, load the residual before the product is computed, otherwise afterwards.
+    A thread block computes one tile of the result. If RESIDUAL, add the residual map. If SHIFT, the
+    residual has half the output's height and width. If EARLY, load the residual before the product
+    is computed, otherwise afterwards.
     """
     tiles: tl.constexpr = tl.cdiv(OUTPUTS, BLOCK_N)
     # Blocks with neighbouring numbers read the same pixels, which are then in the cache.

@@ -20,8 +20,9 @@ def grid_anchors_kernel(levels: int) -> Kernel:
 def grid_anchors_launch(anchors_per_cell: int, maps: Sequence[tuple[int, int, int, int]]) -> Launch:
     """Return the grid, block and scalar arguments of `grid_anchors_kernel`.
 
-    The input is the anchors of one cell of each of L maps, [L, anchors_per_cell, 4]. The output is
-    the anchors of all cells of all maps, [cells * anchors_per_cell, 4]. Both are float32.
+    The input is the anchors of the cell in row 0 and column 0 of each of L maps,
+    [L, anchors_per_cell, 4]. The output is the anchors of all cells of all maps,
+    [cells * anchors_per_cell, 4]. Both are float32.
 
     Args:
         anchors_per_cell: number of anchors of a cell.

@@ -1,9 +1,9 @@
 """Mask targets: ground-truth masks resampled within RoIs, from pixels or run lengths.
 
-Contract of all implementations: the target of a RoI is torchvision's RoIAlign (He et al., Mask
-R-CNN) of the RoI's mask, with `aligned=False` and adaptive sampling. A RoI side below one pixel is
-enlarged to one pixel. A target's cell has as many samples per axis as it spans pixels, rounded up.
-The argument `matched` holds the mask index of each RoI. The target is zero if the index is out of
+Contract of all implementations: a RoI is divided into M x M cells, and its mask is pooled by
+torchvision's RoIAlign (He et al., Mask R-CNN) with `aligned=False`. A RoI side below one pixel is
+enlarged to one pixel. A cell has as many samples per axis as it spans mask pixels, rounded up. The
+argument `matched` holds the mask index of each RoI. The target is zero if the index is out of
 range, if the box is not finite, or if a cell spans 2 ** 24 pixels or more.
 """
 
@@ -23,10 +23,10 @@ _TOO_LARGE = 2.0**24
 
 @torch.library.custom_op("maskrcnn::mask_targets_from_crops", mutates_args=(), device_types="cpu")
 def mask_targets_from_crops(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
-    """Resample pixel masks, of whole images or of crops, within RoIs to mask targets.
+    """Resample pixel masks within RoIs to mask targets.
 
     Args:
-        masks: [B, G, H, W] uint8, G masks per image.
+        masks: [B, G, H, W] uint8, G masks per image. A mask covers the image or a crop of it.
         boxes: [B, K, 4] float32, K RoIs per image, xyxy in pixels of the masks.
         matched: [B, K] int64, index of each RoI's mask among the G masks of its image.
         side: height and width M of a target.
@@ -71,8 +71,8 @@ def mask_targets_from_rle(
     Pixels after a mask's last run are background.
 
     Args:
-        counts: [R] int32, concatenated COCO run lengths of all masks. The first run of a mask is of
-            zeros.
+        counts: [R] int32, concatenated COCO run lengths of all masks. The first run of a mask is
+            background.
         offsets: [N + 1] int64, index of each mask's first run in `counts`, and then R.
         sizes: [N, 2] int64, height and width of each of N masks.
         boxes: [K, 4] float32, K RoIs, xyxy in pixels of the masks.
@@ -116,7 +116,7 @@ def _(
 
 
 def rois_by_owner(boxes: Tensor, matched: Tensor, instances: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the index of each matched instance, with the indices [n] of the RoIs matched to it.
+    """Yield the index of each instance that has RoIs, and the indices [n] of its RoIs.
 
     RoIs are skipped if their box is not finite or their instance index is out of range.
 
@@ -141,9 +141,9 @@ def _measurable(boxes: Tensor, side: int) -> Tensor:
 
 
 def _averages(mask: Tensor, boxes: Tensor, side: int) -> Tensor:
-    """Divide K boxes [K, 4] into M x M cells each, and return a mask's mean per cell, [K, M, M].
+    """Pool a mask [H, W] in K boxes [K, 4] by RoIAlign, and return [K, M, M] with M = `side`.
 
-    The mask is [H, W], and M is `side`.
+    A box that is not finite or too large gives zeros.
     """
     averages = torch.zeros(len(boxes), side, side)
     if mask.numel() > 0:
