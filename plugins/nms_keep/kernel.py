@@ -26,7 +26,7 @@ def nms_keep_kernel(
     Args:
         iou_threshold: boxes with a larger IoU are suppressed.
         max_keep: maximum number of kept boxes per set. 0: no limit.
-        keep_type: C++ type of the output, which tells for each box whether it is kept.
+        keep_type: C++ type of the output of `nms_keep` and `nms_select`, true for each kept box.
         name: `nms_keep` computes the whole operation. `nms_overlaps` and then `nms_select` compute
             the same in two launches.
     """
@@ -57,8 +57,8 @@ def overlaps_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_overlaps`.
 
     Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output is
-    suppressors [sets, tiles, boxes] int64. A tile is 64 consecutive boxes. Entry [s, t, b] marks
-    the boxes of tile t that suppress box b if they are kept: bit i stands for box 64 * t + i.
+    suppressors [sets, tiles, boxes] int64. A tile is 64 consecutive boxes. Entry [s, t, b] is a bit
+    mask for tile t: bit i is set if box 64 * t + i, when it is kept, suppresses box b.
     """
     tiles = number_of_tiles(boxes)
     return Launch((tiles, tiles, sets), (_TILE_THREADS, 1, 1), (boxes,))

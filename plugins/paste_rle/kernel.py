@@ -7,7 +7,7 @@ _THREADS = 256
 
 
 def paste_rle_kernel(probability: str, side: int, threshold: float, *, exact: bool) -> Kernel:
-    """Return the kernel for masks of one data type and size, a threshold, and a paste rule.
+    """Return the kernel that pastes masks into images and outputs run lengths.
 
     Args:
         probability: type of the masks, `float` or `float16`.

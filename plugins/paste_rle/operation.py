@@ -28,7 +28,7 @@ _CUDA_TYPES = {torch.float32: "float", torch.float16: "float16"}
 
 
 class _PixelSamples(NamedTuple):
-    """Mask samples to interpolate for the P pixels that a box covers along one axis."""
+    """Pairs of mask samples between which to interpolate P pixels along one axis of a box."""
 
     # [P] int64, covered pixels.
     pixels: Tensor
@@ -57,7 +57,7 @@ def paste_rle(
         sizes: [N, 2] int64, height and width of each mask's image (fewer than 2 ** 30 pixels).
         capacity: maximum number of runs per mask.
         threshold: pixels above this probability belong to the mask; 0 or more.
-        paste: resampling rule, `torchvision` or `detectron2`.
+        paste: `torchvision`: truncate boxes to whole pixels. `detectron2`: do not round boxes.
 
     Returns:
         run lengths [N, capacity] int32, zero after the last run; and the number of runs [N] int32,
@@ -124,9 +124,10 @@ def _is_exact(paste: str) -> bool:
 def _pasted(
     mask: Tensor, box: Tensor, height: int, width: int, threshold: float, exact: bool
 ) -> Tensor:
-    """Paste a mask into an image, and return the image transposed (COCO's order): [W, H] bool.
+    """Paste a mask [M, M] into an image, at a box [4] that is xyxy in the image's pixels.
 
-    `exact`: use detectron2's rule, which does not round boxes, instead of torchvision's.
+    Return the image transposed (COCO's order): [W, H] bool. If `exact`, use detectron2's rule,
+    which does not round boxes, instead of torchvision's.
     """
     image = torch.zeros(width, height, dtype=torch.bool)
     if not bool((box.abs() <= _FARTHEST).all()):

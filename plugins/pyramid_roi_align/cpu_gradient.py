@@ -19,7 +19,7 @@ def roi_align_gradient(
 
     Args:
         grad: [N, C, P, P] gradient of the pooled features.
-        rois: [N, 5] image index and x1, y1, x2, y2 in input pixels, of the gradient's dtype.
+        rois: [N, 5] of the dtype of `grad`: image index, and x1, y1, x2, y2 in input pixels.
         scale: feature cells per input pixel.
         sampling_ratio: bilinear samples per pooled cell and axis. 0: the number depends on the RoI.
         shape: B, C, H, W of the features.

@@ -21,7 +21,7 @@ _VECTORS = {"float16": 8, "bfloat16": 8, "float": 4, "double": 2}
 
 
 class Pooling(NamedTuple):
-    """Attributes of `maskrcnn::pyramid_roi_align`, whose docstring explains them."""
+    """Attributes of `maskrcnn::pyramid_roi_align`. That operation's docstring explains them."""
 
     output_size: int
     sampling_ratio: int
@@ -75,7 +75,10 @@ def forward_kernel(
 
 
 def backward_kernel(pooling: Pooling, feature_type: str, channels: int) -> Kernel:
-    """Return the kernel of `pyramid_roi_align_backward`. Its gradients are channels-last."""
+    """Return the kernel of `pyramid_roi_align_backward`.
+
+    The gradient that it reads and the gradients that it writes are channels-last.
+    """
     return Kernel(
         "pyramid_roi_align/pyramid_roi_align_backward.cu",
         "pyramid_roi_align_backward",
@@ -134,7 +137,7 @@ def _constants(
 
 
 def _variants(pooling: Pooling, *feature_types: str) -> tuple[Kernel, ...]:
-    """Return forward and backward kernels per feature type, for channels-last maps with C = 256."""
+    """Return both kernels for each feature type, for channels-last maps with 256 channels."""
     forward = (
         forward_kernel(pooling, kind, 256, channels_last=True, pooled_channels_last=True)
         for kind in feature_types

@@ -282,8 +282,8 @@ def _roi_levels(
 ) -> Tensor:
     """Return the index of the pyramid level of each RoI [..., 4], as [...] int64. 0: the finest.
 
-    The index is -1 if the RoI is NaN or a pooled cell spans 2 ** 24 feature cells or more. The
-    pooled features are then 0.
+    The index is -1, and the pooled features are 0, if the RoI is NaN or a pooled cell spans 2 ** 24
+    feature cells or more. A RoI has `output_size` pooled cells per axis.
     """
     finest = finest_level(spatial_scales)
     coarsest = finest + len(spatial_scales) - 1
@@ -298,7 +298,7 @@ def _roi_levels(
 def _indexed_rois(rois: Tensor, inclusive: bool) -> Tensor:
     """Convert RoIs [B, R, 4] to torchvision's [B * R, 5], with the image index first.
 
-    If `inclusive`, 1 is subtracted from the right and bottom sides.
+    If `inclusive`, x2 and y2 are reduced by 1.
     """
     images = torch.arange(rois.shape[0], dtype=rois.dtype, device=rois.device)
     images = images[:, None, None].expand(-1, rois.shape[1], 1)

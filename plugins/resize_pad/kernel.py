@@ -19,9 +19,9 @@ RESIZE_PAD = Kernel(
 def resize_pad_launch(images: int, height: int, width: int) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `RESIZE_PAD`.
 
-    The input is a table [images, 8] int64. A row holds an image's address, its strides in bytes by
-    channel, row and column, its height and width, and its height and width after resizing. The
-    output is the padded batch [images, 3, height, width] uint8.
+    The input is a table [images, 8] int64. A row holds the GPU address of a uint8 image, its
+    strides in bytes by channel, row and column, its height and width, and its height and width
+    after resizing. The output is the padded batch [images, 3, height, width] uint8.
     """
     grid = (
         (width + _BLOCK_WIDTH - 1) // _BLOCK_WIDTH,

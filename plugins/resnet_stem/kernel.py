@@ -40,7 +40,8 @@ def resnet_stem_launch(
     """Return the grid, block and scalar arguments of `resnet_stem_kernel` with the same `sm90`.
 
     Inputs are the arguments of `maskrcnn::resnet_stem`, with images [batch, 3, height, width]. The
-    output is [batch, rows, columns, 64].
+    output is [batch, rows, columns, 64]; `rows` and `columns` are a quarter of height and width,
+    rounded up.
     """
     tile_rows, tile_columns = _TILE_SM90 if sm90 else _TILE
     grid = (
