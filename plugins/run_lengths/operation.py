@@ -11,7 +11,7 @@ def coco_strings(counts: NDArray[np.int32], num_runs: NDArray[np.int32]) -> list
     """Compress the run lengths of many masks, one row per mask.
 
     Args:
-        counts: [N, C], up to C run lengths of each of N masks. The first run of a mask is of zeros.
+        counts: [N, C], up to C run lengths of each of N masks. A mask's first run is background.
         num_runs: [N], number of valid runs of each row.
 
     Returns:
@@ -36,7 +36,7 @@ def strings_from_runs(
     """Compress the concatenated run lengths of many masks.
 
     Args:
-        runs: [sum of num_runs], run lengths below 2 ** 31. The first run of a mask is of zeros.
+        runs: [sum of num_runs], run lengths below 2 ** 31. A mask's first run is background.
         num_runs: [N], number of runs of each of N masks.
 
     Returns:
@@ -64,10 +64,10 @@ def strings_from_runs(
 def _text_from_values(
     values: NDArray[np.signedinteger], positions: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> bytes:
-    """Encode numbers as groups of five bits, lowest bits first, one character per group.
+    """Encode numbers as COCO RLE does: groups of five bits, lowest first, one character per group.
 
     Args:
-        values: [V] numbers.
+        values: [V] signed numbers.
         positions: [V], index of each number's first character in the returned text.
         lengths: [V], number of characters of each number.
 

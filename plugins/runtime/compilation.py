@@ -45,7 +45,7 @@ class Kernel:
 
 
 class Launch(NamedTuple):
-    """Grid, block and scalar arguments with which a kernel is launched.
+    """Grid size, block size and scalar arguments with which a kernel is launched.
 
     A kernel takes the pointers of its inputs, then the scalars, then the pointers of its outputs.
     """
@@ -112,7 +112,8 @@ def nvrtc_cuda_version() -> int:
 def newest_supported_architecture(architecture: int) -> int:
     """Return the newest architecture, at most `architecture`, that the installed NVRTC supports.
 
-    If NVRTC supports only newer architectures, return `architecture`.
+    If NVRTC supports only newer architectures, return `architecture`. Compilation for it then
+    raises an error.
     """
     # A GPU that is newer than the compiler runs the PTX of this architecture.
     return max((a for a in supported_architectures() if a <= architecture), default=architecture)
@@ -200,9 +201,9 @@ def _output(program: nvrtc.nvrtcProgram, name: str) -> bytes:
 
 
 def _checked(result: tuple[nvrtc.nvrtcResult, *tuple[_Result, ...]]) -> _Result:
-    """Return the results of an NVRTC call without the status: one value, or several as a tuple.
+    """Return the results of an NVRTC call without the status.
 
-    None: the call has no results.
+    They are None if there are no results, one value, or several values as a tuple.
 
     Raises:
         KernelError: the status is an error.

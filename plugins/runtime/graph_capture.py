@@ -24,7 +24,7 @@ _ALIGNMENT = 256
 
 
 class _SharedWorkspace(threading.local):
-    """Memory for the workspaces of the CUDA graph that the current thread captures."""
+    """Memory that workspaces share while the current thread captures a CUDA graph."""
 
     # [`_SHARED`] uint8. None: the thread does not capture a graph.
     memory: Tensor | None = None
@@ -54,7 +54,7 @@ def captured_graph(
     """Capture a function as a CUDA graph. A replay zeroes all small workspaces by one memset.
 
     A workspace is small if it has at most 16 KiB and fits into the 1 MiB that the graph's
-    workspaces share.
+    workspaces share. The memsets of the libraries in this memory are removed from the graph.
 
     Args:
         function: function that queues the work to capture in the current stream.
@@ -81,7 +81,10 @@ def captured_graph(
 
 
 def _remove_memsets(graph: torch.cuda.CUDAGraph, memory: Tensor) -> None:
-    """Remove the graph's memset nodes that set a part of `memory`, but not all of it, to zero."""
+    """Remove the graph's memset nodes that zero a part of `memory`.
+
+    The node that zeroes the whole memory stays.
+    """
     handle = driver.CUgraph(graph.raw_cuda_graph())
     problem = "memsets cannot be removed from a CUDA graph"
     count = driver.cuGraphGetNodes(handle)[-1]

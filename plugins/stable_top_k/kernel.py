@@ -18,7 +18,7 @@ _THREADS = 1024
 
 
 def survivors(count: int, k: int) -> int:
-    """Return how many of `count` entries remain after one launch of `prune_kernel`.
+    """Return the number of entries that one launch of `prune_kernel` keeps of `count` entries.
 
     The kernel keeps the k largest entries of each chunk of `CHUNK` entries.
     """
@@ -48,9 +48,10 @@ def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launc
     """Return the grid, block and scalar arguments of `prune_kernel` for L parts.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, L, C] int32, ascending indices into a row of values; C is the length of the longest part.
-    If the tensor of candidates is empty, all entries of a part are candidates. The output is the
-    indices of the remaining candidates, ascending, [rows, L, survivors(C, k)] int32.
+    [rows, L, C] int32. These are, for each part, ascending indices into the row of values; C is the
+    largest number of candidates of a part. If the tensor of candidates is empty, all entries of a
+    part are candidates. The output is the indices of the remaining candidates, ascending,
+    [rows, L, survivors(C, k)] int32.
     """
     count = longest(parts)
     scalars = (stride, count, *chain(*parts), k, survivors(count, k))
@@ -69,9 +70,9 @@ def sort_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launch
     """Return the grid, block and scalar arguments of `sort_kernel` for L parts.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, L, C] int32, as in `prune_launch`. Outputs are the k largest candidates' values
-    [rows, L, k] and indices [rows, L, k] int64. If a part has fewer than k entries, its values are
-    padded with negative infinity and its indices with -1.
+    [rows, L, C] int32, which `prune_launch` explains. Outputs are the k largest candidates' values
+    [rows, L, k] and indices in the row [rows, L, k] int64. If a part has fewer than k entries, its
+    values are padded with negative infinity and its indices with -1.
     """
     scalars = (stride, longest(parts), *chain(*parts), k)
     return Launch((rows * len(parts), 1, 1), (_THREADS, 1, 1), scalars)

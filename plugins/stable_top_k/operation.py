@@ -1,7 +1,8 @@
 """`maskrcnn::stable_top_k` and `top_k_of_parts`: top k with ties broken by the lower index.
 
 Contract of all implementations: equal entries are ordered by index. Zeros of either sign are equal.
-NaN is larger than all numbers, and all NaN are equal. In ONNX, both use the standard operator TopK.
+NaN is larger than all numbers, and all NaN are equal. Both operations are exported to ONNX with the
+standard operator TopK.
 """
 
 # Ties are common, because of padding and saturated scores. A defined order makes detections equal
@@ -125,7 +126,8 @@ def _select(
 ) -> None:
     """Write the k largest entries of each part of each row of `values` [R, N] to `largest`.
 
-    Their indices in the row are written to `indices`. Both outputs are [R, L, k] for L parts.
+    Their indices in the row are written to `indices`, int64. Both outputs are [R, L, k] for L
+    parts; `largest` has the dtype of `values`.
     """
     value_type, shape = FLOAT_TYPES[values.dtype], (len(values), values.stride(0))
     candidates = values.new_empty(0, dtype=torch.int32)

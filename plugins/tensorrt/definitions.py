@@ -22,9 +22,9 @@ Description = tuple[tuple[Any, ...], Any]
 class Plugin(NamedTuple):
     """Definition of a plugin with one output.
 
-    `describe` returns the output's shape and data type, given the module `tensorrt`, the inputs and
-    the attributes. `implement` returns the kernel and its launch, given the same arguments and the
-    output. `combinations` returns the supported data types and formats, given the inputs.
+    `describe(trt, *inputs, **attributes)` returns the output's shape and data type.
+    `implement(trt, *inputs, output=output, **attributes)` returns the kernel and its launch.
+    `combinations(*inputs)` returns the supported data types and memory formats.
     """
 
     inputs: tuple[str, ...]

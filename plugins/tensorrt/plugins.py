@@ -44,14 +44,14 @@ _errors: list[str] = []
 
 
 def register_plugins(architecture: int) -> dict[str, str]:
-    """Register the plugins with TensorRT, or register them again for another GPU.
+    """Register the plugins with TensorRT. A further call replaces their kernels.
 
     Args:
         architecture: ten times the compute capability of the oldest GPU that must run the kernels,
             such as 90 for 9.0. Newer GPUs can run them too.
 
     Returns:
-        Plugin versions by `namespace::name`.
+        The version of each plugin. Keys are plugin names of the form `namespace::name`.
 
     Raises:
         ModuleNotFoundError: TensorRT is not installed.
@@ -75,7 +75,7 @@ def plugin_errors() -> list[str]:
 
 
 def plugin_ptx_version(architecture: int) -> str:
-    """Return the PTX language version of the plugins for an architecture, such as `9.0`."""
+    """Return the PTX language version, such as `9.0`, of the plugins' PTX for an architecture."""
     known = newest_supported_architecture(architecture)
     return ptx_version(compile_kernel(nms_keep_kernel(0.5, 0, "int"), known, "ptx"))
 
