@@ -81,7 +81,7 @@ def plugin_ptx_version(architecture: int) -> str:
 
 
 def kernels_digest(architecture: int) -> str:
-    """Return a digest that changes with the kernels' sources, compiler options or architecture."""
+    """Return a digest of the plugins' kernels: their sources, compiler options and architecture."""
     pooling = Pooling(7, 2, (0.25,), 4, 224.0, aligned=False, inclusive=False)
     pool = forward_kernel(pooling, "float", 1, channels_last=False, pooled_channels_last=False)
     decode = decode_boxes_kernel(1.0, 1.0, None, inclusive=False)
@@ -94,7 +94,7 @@ def _description(plugin: Plugin, trt: Any, trtp: Any) -> Callable[..., Any]:
     """Return a function for `tensorrt.plugin.register`.
 
     Given the plugin's inputs and attributes, the returned function describes the shape and data
-    type of the plugin's output.
+    type of the plugin's output. `trt` is the module `tensorrt`, `trtp` is `tensorrt.plugin`.
     """
 
     def describe(*inputs: Any, **values: Any) -> Any:
@@ -110,7 +110,7 @@ def _combinations(plugin: Plugin, trtp: Any) -> Callable[..., Any]:
     """Return a function for `tensorrt.plugin.autotune`.
 
     Given the plugin's inputs and output, the returned function lists the supported combinations of
-    data types and memory formats of these tensors.
+    data types and memory formats of these tensors. `trtp` is the module `tensorrt.plugin`.
     """
 
     def combine(*descriptions: Any) -> Any:
@@ -149,7 +149,10 @@ def _implementation(plugin: Plugin, trt: Any, trtp: Any, architecture: int) -> C
 
 
 def _attributes(plugin: Plugin, values: Sequence[NDArray[Any]]) -> dict[str, Any]:
-    """Return a plugin's attributes by name, converted from arrays to numbers and lists."""
+    """Return a plugin's attributes by name, converted from arrays to numbers and lists.
+
+    `values` are in the order of `plugin.attributes`.
+    """
     return {
         name: value.tolist() if kind is list else value.item()
         for (name, kind), value in zip(plugin.attributes.items(), values, strict=True)
