@@ -178,7 +178,7 @@ def _message_of_user_error(error: Exception, args: Sequence[str]) -> str | None:
 
     Args:
         error: exception that a command raised.
-        args: arguments of the command line. The message can name the subcommand in them.
+        args: arguments of the command line, from which the message takes the subcommand's name.
     """
     if any(
         f"{kind.__module__}.{kind.__qualname__}" in _USER_ERRORS for kind in type(error).__mro__

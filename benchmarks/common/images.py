@@ -35,7 +35,7 @@ def images_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
     """Return a decorator that adds the option `--images` to a command.
 
     Args:
-        default: description of the images that are used without the option, for the help text.
+        default: description, for the help text, of the images to use if the option is not given.
     """
     return click.option(
         "--images",

@@ -39,7 +39,7 @@ class Latency:
 
 
 def latency_from_seconds(seconds: Sequence[float]) -> Latency:
-    """Return mean, percentiles and maximum of measured durations.
+    """Return mean, percentiles and maximum, in milliseconds, of durations in seconds.
 
     Raises:
         ValueError: there are no durations.
@@ -134,7 +134,7 @@ class GpuTimer:
         return median(float(begin.elapsed_time(end)) for begin, end in spans)
 
     def copy_gigabytes_per_second(self) -> float:
-        """Return the bandwidth of copies in GPU memory, reads plus writes, in GB/s."""
+        """Return the bandwidth of a large copy in GPU memory, reads plus writes, in GB/s."""
         source, target = self._filler.chunk(2)
         return _FILL_BYTES / self.milliseconds(lambda: target.copy_(source)) / 1e6
 

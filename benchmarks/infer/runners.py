@@ -35,7 +35,7 @@ InferBaseline = Literal["torchvision", "onnxruntime"]
 
 @dataclass(frozen=True)
 class BatchRun:
-    """Functions that run one batch on an engine. `data` says where input and output are."""
+    """Functions that run one batch on an engine, and the memory that holds input and output."""
 
     # Name of the engine, such as `onnxruntime`.
     engine: str
@@ -92,7 +92,7 @@ class EngineChoice:
 
         Raises:
             BundleError: the bundle cannot be read, or lacks the precision or the input size. Also
-                raised for a checkpoint in int8 or fp8, which only a bundle supports.
+                if the model is a checkpoint and the precision int8 or fp8, which needs a bundle.
             BackendError: the backend does not run on this machine, or does not support `max_batch`.
             CheckpointError: the file is not a checkpoint, or torchvision has no model of the
                 checkpoint's configuration.
@@ -215,7 +215,7 @@ class TorchRunner:
         self.model.eval().to(self.device)
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return one `BatchRun` of images [B, 3, H, W]. Data are in the model's device memory."""
+        """Return one `BatchRun` of images [B, 3, H, W], with data in the model's device memory."""
         import torch
 
         from ...training.trainer import AUTOCAST_DTYPES

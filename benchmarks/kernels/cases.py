@@ -1,4 +1,4 @@
-"""Benchmark cases of resizing, RoIAlign and its gradient, and the cases of each kernel by name."""
+"""Benchmark cases of resizing, RoIAlign and its gradient, and a table of all kernels' cases."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -124,7 +124,7 @@ KERNEL_CASES: dict[str, Callable[[Workload], Iterator[KernelCase]]] = {
 
 
 def working_cases(workload: Workload, kernels: Iterable[str]) -> Iterator[KernelCase]:
-    """Yield the benchmark cases of several kernels. Each case's tensors are created lazily."""
+    """Yield the benchmark cases of several kernels, and create tensors only on demand."""
     for kernel in kernels:
         yield from KERNEL_CASES[kernel](workload)
 

@@ -22,7 +22,7 @@ class KernelBaseline:
 
 @dataclass(frozen=True)
 class KernelGoal:
-    """Goal for a kernel at one input size: maximum time and, if set, speedup over a baseline."""
+    """Goal for a kernel at one input size: maximum time and, if set, minimum speedup."""
 
     # Maximum time of one call.
     milliseconds: float

@@ -19,7 +19,7 @@ def cpu_cells(result: ServeResult) -> tuple[str, ...]:
 
     The first cell is the mean number of CPU cores that all processes of the server used. The other
     cells are CPU milliseconds per image of the server's main process, its front-end processes, its
-    worker processes, and the client processes. If the use of the server was not measured, only the
+    worker processes, and the client processes. If the server's CPU use was not measured, only the
     last cell is filled.
     """
     clients = _milliseconds(result.client.total_cores, result)

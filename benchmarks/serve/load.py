@@ -179,7 +179,7 @@ async def _send_load(share: ClientLoad) -> ClientLog:
 async def _detecting(share: ClientLoad) -> AsyncIterator[_Detect]:
     """Open the connections of a client process.
 
-    Yield a function that sends one serialised request, and returns its status and timing.
+    Yield a function that sends one request, given as bytes, and returns its status and timing.
     """
     if isinstance(share.load, HttpLoop):
         with contextlib.closing(HttpClient(share.address)) as client:

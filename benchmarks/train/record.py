@@ -91,7 +91,7 @@ def train_record(results: Sequence[TrainResult]) -> Record:
 
 
 def _baseline(result: TrainResult, results: Sequence[TrainResult]) -> TrainResult | None:
-    """Return torchvision's result with the precision and seed of `result`, or None if none has."""
+    """Return torchvision's result with the precision and seed of `result`, or None if missing."""
     key = ("torchvision", result.precision, result.seed)
     same = (r for r in results if (r.engine, r.precision, r.seed) == key)
     return next(same, None)

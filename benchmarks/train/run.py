@@ -196,7 +196,7 @@ def _measure_steps(
 def _average_precision(
     model: "MaskRCNN", config: "TrainConfig", categories: Sequence[Category], worker: "Worker"
 ) -> dict[str, float]:
-    """Map the names of COCO metrics, such as `segm/AP`, to their values on the validation set."""
+    """Return a model's COCO metrics on the validation set, with keys such as `segm/AP`."""
     from ...training.data.coco.dataset import CocoDataset
     from ...training.data.loading.loader import eval_loader
     from ...training.evaluation.evaluator import CocoEvaluator, evaluate_model

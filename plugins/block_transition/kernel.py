@@ -10,7 +10,7 @@ _SHARED = 227 << 10
 
 
 def fits_shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> bool:
-    """Return whether a thread block fits in shared memory on compute capability 9.0.
+    """Return whether a thread block's data fit in shared memory on compute capability 9.0.
 
     `channels` and `outputs` are the input and output channels of a residual block's last
     convolution, `shortcut` the input channels of the shortcut's convolution (0: there is none), and

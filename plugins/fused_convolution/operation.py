@@ -162,7 +162,7 @@ def _convolution_backward(
     padding: list[int],
     dilation: list[int],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of images, weight and bias. None: autograd does not need this one."""
+    """Return the gradients of images, weight and bias, each None if autograd does not need it."""
     bias, not_transposed = [weight.shape[0]], (False, [0, 0])
     needed = list(ctx.needs_input_grad[:3])
     gradients: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(

@@ -97,7 +97,10 @@ def _(
 def _rasterise(
     rings: list[NDArray[np.float64]], box: NDArray[np.float64], side: int
 ) -> NDArray[np.uint8]:
-    """Rasterise rings of n vertices [n, 2] within a box [4]. Return [side, side] of 0 and 1."""
+    """Rasterise rings of n vertices [n, 2] within a box [4], and return a mask [side, side].
+
+    Vertices and box (xyxy) are in pixels. The mask is uint8, 0 or 1.
+    """
     scale = side / np.maximum(box[2:] - box[:2], 1)
     # Clamp the corners: pycocotools walks along the edges, so its time grows with their length.
     reach = REACH * side

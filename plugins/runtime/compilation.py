@@ -203,7 +203,7 @@ def _output(program: nvrtc.nvrtcProgram, name: str) -> bytes:
 def _checked(result: tuple[nvrtc.nvrtcResult, *tuple[_Result, ...]]) -> _Result:
     """Return the results of an NVRTC call without the status.
 
-    They are None if there are no results, one value, or several values as a tuple.
+    Return a single result itself, several results as a tuple, and None if there are no results.
 
     Raises:
         KernelError: the status is an error.
