@@ -68,9 +68,10 @@ def _checked_image(path: Path) -> bytes:
 
 
 def describe_images(images: Sequence[bytes], sources: Sequence[Path], default: str) -> str:
-    """Return a text such as "3 files from `FOLDER`", or `default` if `images` is empty."""
+    """Return a text such as "3 files (`--images FOLDER`)", or `default` if there are no images."""
     files = counted(len(images), "file")
-    return f"{files} from {', '.join(f'`{source}`' for source in sources)}" if images else default
+    options = ", ".join(f"`--images {source}`" for source in sources)
+    return f"{files} ({options})" if images else default
 
 
 def noise_jpeg(size: ShapeBucket) -> bytes:

@@ -72,8 +72,8 @@ The upper bound assumes that the GPU computes only the model's convolutions and 
 8192x8192x8192 matrix product in the same run and precision: {rates}.
 """
 _STAGES_NOTE = """\
-The time by stage comes from a GPU profile of {engine} in {precision}. In the profile, captured CUDA
-graphs are replayed for ten batches. The table has these columns:
+The time by stage comes from a GPU profile of the engine "{engine}" in {precision}. In the profile,
+captured CUDA graphs are replayed for ten batches. The table has these columns:
 """
 _STAGE_MEANINGS = {
     "trunk": "backbone, FPN and RPN head",

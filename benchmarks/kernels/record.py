@@ -14,8 +14,9 @@ COLUMNS = ("kernel", "size", "ms", "GB/s", "of copying", "baselines", "speedup",
 
 _SIZES_NOTE = """\
 The input sizes are those of a model with a batch of 8 images of 800x1344 pixels. For RoIAlign,
-BxRxPxP means B images, R RoIs per image, and PxP bins per RoI. For NMS, NxK means N sets of K
-boxes. The table of kernel times has these columns:
+BxRxPxP means B images, R RoIs per image, and PxP bins per RoI. For NMS, "NxK, at most M" means N
+sets of K boxes, and at most M boxes kept of each set. For `paste_rle`, "N at HxW" means N masks,
+each pasted into an image of HxW pixels. The table of kernel times has these columns:
 """
 _COLUMN_MEANINGS = {
     "ms": "median time of a kernel on the GPU",

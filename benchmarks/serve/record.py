@@ -27,9 +27,9 @@ _TIMES = ("decode", "queue", "infer", "encode", "rest")
 _LOAD_NOTE = """\
 Images are {images}. Loads named "clients" are closed loops: each client sends its next image when
 the previous one is answered. Clients send unary calls or, if "streamed", share one stream per
-client process. All other loads are open loops: images are sent at a given rate, if "poisson" at
-random times. A percentage in the name of a load is its rate relative to the highest throughput of
-unary clients.
+client process. All other loads are open loops, in which images are sent at a given average rate: at
+random times if the load is named "poisson", otherwise at equal intervals. A percentage in the name
+of a load is its rate relative to the highest throughput of unary clients.
 """
 _SPEED_NOTE = "The table of speed has these columns:"
 _SPEED_MEANINGS = {
@@ -196,7 +196,7 @@ def _latency_goal(
     refusal = f"{refused} of {refused + result.requests} refused"
     if refused:
         slowest = max(r.latency.p99 for r in result.refusals)
-        refusal += f" with a p99 of {slowest:.1f} ms until the refusal"
+        refusal += f", 99% of them within {slowest:.1f} ms"
     times = "random times" if load.arrivals == "poisson" else "equal intervals"
     parts = [
         f"Load {load_name(load, best)}: images are sent at {times}. 100% is the "
@@ -207,7 +207,7 @@ def _latency_goal(
         limit = max_delay_ms + 3 * best.times.infer
         verdict = format_verdict(result.latency.p99 <= limit)
         goal = f"three batch times plus the maximum batching delay of {max_delay_ms:.1f} ms"
-        parts.append(f"The p99 goal ({goal}) of {limit:.1f} ms is {verdict}")
+        parts.append(f"The goal for p99 is {goal}. This goal of {limit:.1f} ms is {verdict}")
     if (memory := _memory_mib(result)) is not None:
         parts.append(f"The server's memory went from {memory[0]:.0f} to {memory[1]:.0f} MiB")
     return ". ".join(parts) + "."
@@ -255,8 +255,8 @@ def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:
 def _refusals(results: Sequence[ServeResult]) -> list[str]:
     return [
         f"{load_name(r.load)}: {f.requests} of {r.requests + _refused_requests(r)} requests ended "
-        f"with {f.status}, p50 {_format_ms(f.latency.p50)} ms, "
-        f"p99 {_format_ms(f.latency.p99)} ms until this status"
+        f"with {f.status}, half of them within {_format_ms(f.latency.p50)} ms, "
+        f"99% within {_format_ms(f.latency.p99)} ms"
         for r in results
         for f in r.refusals
     ]

@@ -44,7 +44,7 @@ def test_bundle_is_measured_in_total_and_by_step(bundle: Path, tmp_path: Path) -
         assert 0 < r["detections_per_image"] <= 20
         assert r["images_per_second"] > 0
     (page,) = output.glob("bulk-*.md")
-    assert f"3 files from `{folder}`" in page.read_text().replace("\n", " ")
+    assert f"3 files (`--images {folder}`)" in page.read_text().replace("\n", " ")
     with Image.open(page.with_suffix(".png")) as image:
         assert image.width > 400
 
