@@ -64,7 +64,7 @@ _USE_MEANINGS = {
 }
 _THREADS_NOTE = """\
 In the table of CPU time by thread, the thread "main" of the server process runs the server's event
-loop. Threads without a name of their own have the name of the program, such as "python".
+loop. A thread that does not set its name has the name of its program, such as "python".
 """
 
 

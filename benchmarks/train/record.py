@@ -23,7 +23,7 @@ _COLUMNS = (
 )
 
 _METHOD_NOTE = """\
-Every run has processes of its own. Runs of one seed have the same initial weights and batches. A
+Every run uses new processes. Runs of one seed have the same initial weights and batches. A
 step includes the wait for the next batch, the transfer of the batch to the device, forward and
 backward pass, and the optimiser. The first {warmup} of {iterations} steps are not timed. The table
 of runs has these columns:
@@ -44,7 +44,7 @@ _COLUMN_MEANINGS = {
 }
 _TORCHVISION_NOTE = """\
 Torchvision's model is trained with the same initial weights, optimiser and images as this project's
-model. It draws its own random samples of anchors and proposals, and keeps its own memory layout.
+model. It draws its own random samples of anchors and proposals. Its tensors stay in NCHW layout.
 """
 
 
