@@ -114,8 +114,8 @@ class RunFolder:
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
         """Write a checkpoint atomically, and its name to `last_checkpoint`.
 
-        Of the numbered checkpoints up to this iteration, only the latest `keep` stay (argument of
-        the constructor; None: all).
+        Then delete older numbered checkpoints. The latest N up to this iteration stay, where N is
+        the constructor's argument `keep`. If `keep` is None, no checkpoint is deleted.
 
         Args:
             checkpoint: Checkpoint to write.

@@ -118,6 +118,6 @@ class PartialFile:
         self.remove()
 
     def remove(self) -> None:
-        """Delete the partial file and its version file."""
+        """Delete the partial file, and the file that records its version on the server."""
         self.path.unlink(missing_ok=True)
         self._version_path.unlink(missing_ok=True)

@@ -160,7 +160,7 @@ def _check_names_and_shapes(reference: str | Path, checkpoint: Checkpoint) -> No
     wrong = sorted({name for name, _ in needed.items() ^ actual.items()})
     if wrong:
         raise WeightsError(
-            f"the tensors in {reference} do not fit the configuration in the file (missing, "
+            f"the tensors in {reference} do not fit the configuration in the same file (missing, "
             f"superfluous or of another shape: {abbreviated(wrong)}); give a .pth file that "
             "training wrote"
         )

@@ -23,8 +23,8 @@ def coco_strings(counts: NDArray[np.int32], num_runs: NDArray[np.int32]) -> list
     longest = int(num_runs.max(initial=0))
     if longest > counts.shape[1]:
         raise ValueError(
-            f"a mask has {longest} runs, more than the capacity of {counts.shape[1]}; increase the "
-            "capacity"
+            f"a mask has {longest} runs, but `counts` has room for {counts.shape[1]} per mask; "
+            "compute the run lengths again with a larger capacity"
         )
     runs = counts[:, :longest][np.arange(longest) < num_runs[:, None]]
     return strings_from_runs(runs, num_runs)

@@ -173,7 +173,7 @@ class OnnxRuntimeBackend:
         """Create one session per input size.
 
         On the CPU the session computes batches of any size. On a GPU it computes batches of one
-        image; sessions for larger batches are created when the first such batch arrives.
+        image; the session for a larger batch size is created when its first batch arrives.
         """
         if self.device == "cuda":
             self._sessions = {b: {1: self._fitting_session(b, 1)} for b in self.buckets}

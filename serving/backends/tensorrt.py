@@ -87,7 +87,7 @@ class TensorRTBackend:
         return tuple(self._plans)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run each plan with each of its batch sizes, but with at most `max_batch` images.
+        """Run each plan with each of its batch sizes; sizes above `max_batch` are reduced to it.
 
         With TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
         raises the same errors as `infer`.

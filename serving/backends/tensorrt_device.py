@@ -17,7 +17,7 @@ class TensorRTDeviceBackend(TensorRTBackend):
     """TensorRT backend whose method `infer_on_device` takes batches of torch tensors on GPU 0."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run each plan with each of its batch sizes, but with at most `max_batch` images.
+        """Run each plan with each of its batch sizes; sizes above `max_batch` are reduced to it.
 
         With TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
         raises the same errors as `infer_on_device`.

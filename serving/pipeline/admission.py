@@ -110,8 +110,8 @@ class AdmissionController:
             slots: Number of slots.
 
         Raises:
-            QueueFullError: fewer than `slots` slots are free or other requests wait for them, and
-                the request exceeds its connection's fair share.
+            QueueFullError: the request exceeds its connection's fair share of the slots, and would
+                have to wait: fewer than `slots` slots are free, or other requests already wait.
         """
         if self._is_free(slots) or self._is_within_share(peer, slots):
             return
