@@ -16,5 +16,5 @@ def test_strings_equal_pycocotools(rows: list[list[int]]) -> None:
 
 
 def test_runs_beyond_the_capacity_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"5 runs.*capacity of 4"):
+    with pytest.raises(ValueError, match=r"5 runs.*room for 4"):
         coco_strings(np.ones((2, 4), np.int32), np.array([3, 5], np.int32))
