@@ -1,33 +1,19 @@
-"""Tables, plots and notes of the inference benchmark, as a `Record`."""
+"""Tables, goals and notes of the inference benchmark, as a `Record`."""
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from ...model.bundle.manifest import Precision
 from ..common.machine import MachineInfo, describe_machine
-from ..common.record import PlotGrid, Record, ResultTable, format_significant, format_verdict
+from ..common.record import Record, ResultTable, format_significant, format_verdict
 from .gpu_time import IDLE, STAGES, MatmulRoofline, StageTimes
 from .measure import InferFailure, InferResult, Measurement
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from .plots import infer_plots
 
 COLUMNS = (
     "engine", "data", "batch", "images/s", "p50", "p90", "p99", "MiB", "boxes", "speedup",
     "of roofline",
 )  # fmt: skip
-_COLOURS = {
-    "fp32": "tab:blue",
-    "tf32": "tab:orange",
-    "fp16": "tab:green",
-    "bf16": "tab:red",
-    "int8": "tab:purple",
-    "fp8": "tab:brown",
-}
-_LINE_STYLES = ("-", "--", ":", "-.")
-_MARKERS = "osD^vP"
 # GPUs and input size that the goals apply to.
 _GOAL_GPUS = re.compile(r"\b(H100|H200)\b")
 _GOAL_BUCKET = "800x1344"
@@ -119,17 +105,12 @@ def infer_record(
         tables.append(ResultTable(heading="Not measured", remarks=reasons))
     if stages:
         tables += _stage_tables(stages)
-    plots = [lambda axes: _plot_throughput(axes, results, with_goals=_has_goals(results, machine))]
-    if stages:
-        plots.append(lambda axes: _plot_stages(axes, stages))
     return Record(
         subject="infer",
         title=f"Inference in {', '.join(precisions)} at {bucket} pixels",
         results=results,
         tables=tables,
-        plots=PlotGrid(
-            alt="Throughput over batch size", plots=plots, columns=len(plots), size=(8, 6.5)
-        ),
+        plots=infer_plots(results, stages, _SPEED_GOALS if _has_goals(results, machine) else ()),
         goals=goals,
         notes=_notes(results, rooflines, stages),
         on_gpu=any(r.device == "cuda" for r in results),
@@ -269,58 +250,3 @@ def _notes(
         engine, precision = stages[0].engine, stages[0].precision
         notes += [_STAGES_NOTE.format(engine=engine, precision=precision), _STAGE_MEANINGS]
     return notes
-
-
-def _plot_throughput(axes: "Axes", results: Sequence[InferResult], *, with_goals: bool) -> None:
-    """Plot throughput over batch size: a colour per precision, a line style per engine."""
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    curves: dict[tuple[str, Precision], list[InferResult]] = defaultdict(list)
-    for r in results:
-        curves[r.engine if r.data == "device" else f"{r.engine}, host", r.precision].append(r)
-    engines = list(dict.fromkeys(engine for engine, _ in curves))
-    for (engine, precision), own in curves.items():
-        axes.plot(
-            [r.batch for r in own],
-            [r.images_per_second for r in own],
-            color=_COLOURS[precision],
-            **_line_style(engines.index(engine)),
-        )
-    for goal in _SPEED_GOALS if with_goals else ():
-        axes.axhline(goal, color="black", linewidth=0.8)
-        axes.annotate(f"{goal}", (1.01, goal), xycoords=("axes fraction", "data"), va="center")
-    batches = sorted({r.batch for r in results})
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xticks(batches, [str(batch) for batch in batches])
-    axes.set(xlabel="images per batch", ylabel="images per second")
-    axes.set_title(f"Throughput at {results[0].bucket} pixels")
-    axes.grid(alpha=0.3, which="both")
-    keys = [Line2D([], [], color=_COLOURS[p], label=p) for p in dict.fromkeys(p for _, p in curves)]
-    keys += [Line2D([], [], color="grey", label=e, **_line_style(i)) for i, e in enumerate(engines)]
-    axes.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=5)
-
-
-def _line_style(index: int) -> dict[str, Any]:
-    return {
-        "linestyle": _LINE_STYLES[index % len(_LINE_STYLES)],
-        "marker": _MARKERS[index % len(_MARKERS)],
-        "markersize": 4,
-    }
-
-
-def _plot_stages(axes: "Axes", stages: Sequence[StageTimes]) -> None:
-    labels = [str(times.batch) for times in stages]
-    bottoms = [0.0] * len(stages)
-    for stage in (*STAGES, IDLE):
-        heights = [times.milliseconds[stage] / times.batch for times in stages]
-        colour = "lightgrey" if stage == IDLE else None
-        axes.bar(labels, heights, bottom=bottoms, label=stage, color=colour)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.set(xlabel="images per batch", ylabel="ms per image")
-    axes.set_title(f"Time by stage, {stages[0].engine} in {stages[0].precision}")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=6)

@@ -1,20 +1,15 @@
-"""Tables, plots and notes of the serving benchmark, as a `Record`."""
+"""Tables, goals and notes of the serving benchmark, as a `Record`."""
 
-import math
 from collections.abc import Sequence
-from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
 
 from ..bulk.measure import BulkResult
 from ..common.machine import MachineInfo, describe_machine
-from ..common.record import PlotGrid, Record, ResultTable, format_verdict
+from ..common.record import Record, ResultTable, format_verdict
 from .cpu_time import CPU_COLUMNS, cpu_cells, thread_table
 from .load import ClosedLoop, HttpLoop, OpenLoop
-from .results import ServeResult, closed_loops, fastest, load_name, own_results
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from .plots import serve_plots
+from .results import STAGES, ServeResult, closed_loops, fastest, load_name, own_results
 
 # Goal on a GPU: minimum throughput as a fraction of the throughput of the model step alone.
 _GOAL = 0.7
@@ -22,7 +17,6 @@ _GOAL = 0.7
 _HTTP_GOAL = 0.8
 _MAX_BATCH = "max batch"
 _LATENCIES = ("p50", "p90", "p95", "p99", "max")
-_TIMES = ("decode", "queue", "infer", "encode", "rest")
 
 _LOAD_NOTE = """\
 Images are {images}. Loads named "clients" are closed loops: each client sends its next image when
@@ -94,7 +88,7 @@ def serve_record(
         title=f"Serving over gRPC{over_http}{engine}",
         results=results,
         tables=_tables(results),
-        plots=_plots(results, bulk),
+        plots=serve_plots(results, bulk),
         goals=serve_goals(results, max_delay_ms, bulk),
         notes=[
             _LOAD_NOTE.format(images=images),
@@ -220,7 +214,7 @@ def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:
         name = (load_name(r.load, best), str(r.max_batch))
         latencies = (_format_ms(getattr(r.latency, key)) for key in _LATENCIES)
         speed.append((*name, f"{r.images_per_second:.1f}", *latencies, str(_refused_requests(r))))
-        stages = (_format_ms(getattr(r.times, key)) for key in _TIMES)
+        stages = (_format_ms(getattr(r.times, key)) for key in STAGES)
         outside = (r.times.decode + r.times.encode + r.times.rest) / r.latency.mean
         times.append((*name, f"{r.mean_batch_size:.1f}", *stages, f"{outside:.1%}"))
         memory = _memory_mib(r)
@@ -238,7 +232,7 @@ def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:
         ),
         ResultTable(
             heading="Time of a request by stage, means in ms",
-            columns=(*columns, "batch", *_TIMES, "outside"),
+            columns=(*columns, "batch", *STAGES, "outside"),
             rows=times,
             optional_column=_MAX_BATCH,
         ),
@@ -280,63 +274,3 @@ def _refused_requests(result: ServeResult) -> int:
 
 def _format_ms(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
-def _plots(results: Sequence[ServeResult], bulk: BulkResult | None) -> PlotGrid:
-    own = own_results(results)
-    closed, streamed = (closed_loops(own, streamed=streamed) for streamed in (False, True))
-    opened = [r for r in own if isinstance(r.load, OpenLoop)]
-    plots = []
-    if closed or streamed:
-        plots.append(partial(_plot_throughput, results=results, bulk=bulk))
-    plots += [partial(_plot_latency, results=rows) for rows in (closed, opened) if rows]
-    plots.append(partial(_plot_times, results=own))
-    return PlotGrid(alt="Throughput, latency and stages", plots=plots, columns=2, size=(6, 4.5))
-
-
-def _plot_throughput(axes: "Axes", results: Sequence[ServeResult], bulk: BulkResult | None) -> None:
-    for size in dict.fromkeys(r.max_batch for r in results):
-        same_size = [r for r in results if r.max_batch == size]
-        for streamed in (False, True):
-            if curve := closed_loops(same_size, streamed=streamed):
-                rates = [r.images_per_second for r in curve]
-                label = f"batches up to {size}{', over streams' if streamed else ''}"
-                axes.plot(_ticks(curve), rates, "o-", label=label)
-    if bulk is not None:
-        axes.axhline(bulk.engine_images_per_second, color="black", label="the engine, alone")
-    axes.set(xlabel="clients", ylabel="images per second", title="Throughput", ylim=(0, None))
-    axes.legend()
-    axes.grid(alpha=0.3)
-
-
-def _plot_latency(axes: "Axes", results: Sequence[ServeResult]) -> None:
-    closed = isinstance(results[0].load, ClosedLoop)
-    loads = _ticks(results)
-    for name in ("p50", "p90", "p95", "p99"):
-        axes.plot(loads, [getattr(r.latency, name) for r in results], "o-", label=name)
-    if any(r.refusals for r in results):
-        slowest = [max((f.latency.p99 for f in r.refusals), default=math.nan) for r in results]
-        axes.plot(loads, slowest, "kx", label="p99 of refusals")
-    axes.set_yscale("log")
-    axes.set(xlabel="clients" if closed else "images per second, offered", ylabel="ms")
-    axes.set_title("Latency of clients" if closed else "Latency at a given rate")
-    axes.legend()
-    axes.grid(alpha=0.3, which="both")
-
-
-def _plot_times(axes: "Axes", results: Sequence[ServeResult]) -> None:
-    labels = [load_name(r.load) for r in results]
-    ends = [0.0] * len(results)
-    for name in _TIMES:
-        shares = [getattr(r.times, name) / r.latency.mean for r in results]
-        axes.barh(labels, shares, left=ends, height=0.6, label=name)
-        ends = [end + share for end, share in zip(ends, shares, strict=True)]
-    axes.invert_yaxis()  # the first load on top
-    axes.set(xlabel="fraction of the mean latency", title="Time of a request", xlim=(0, 1))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5)
-
-
-def _ticks(results: Sequence[ServeResult]) -> list[str]:
-    """Return one tick label per result: the load's number of clients or images per second."""
-    loads = [r.load for r in results]
-    return [f"{o.rate:.1f}" if isinstance(o, OpenLoop) else f"{o.clients}" for o in loads]

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -26,6 +26,9 @@ class RequestTimes:
     encode: float
     # Time outside these stages: network, gRPC, the server's event loop, and the client.
     rest: float
+
+
+STAGES = tuple(field.name for field in fields(RequestTimes))
 
 
 @dataclass(frozen=True)
