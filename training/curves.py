@@ -1,14 +1,12 @@
 """Draw the curves of losses, learning rate and average precision of a run."""
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from ..model.losses import LOSS_NAMES
-from .reporting import METRICS_FILE, iteration_of
+from .reporting import METRICS_FILE, metrics_from_line
 
 CURVES_FILE = "curves.png"
 # Names of the metrics in each plot, by title of the plot.
@@ -23,7 +21,7 @@ def draw_curves(folder: Path) -> Path:
     """Plot the values in `folder/metrics.jsonl` over the iterations. Return the PNG file's path."""
     lines = (folder / METRICS_FILE).read_text().splitlines()
     # Lines are damaged if the disk was full.
-    entries = [json.loads(line) for line in lines if math.isfinite(iteration_of(line))]
+    entries = [values for line in lines if (values := metrics_from_line(line))]
     figure = Figure(figsize=(5 * len(_PLOTS), 4), layout="constrained")
     for axes, (title, names) in zip(figure.subplots(1, len(_PLOTS)), _PLOTS.items(), strict=True):
         for name in names:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -212,7 +211,13 @@ def _remove_lines_after(iteration: int, path: Path) -> None:
     if not path.is_file():
         return
     lines = path.read_text(errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and iteration_of(line) <= iteration]
+    kept = [
+        line
+        for line in lines
+        if line.endswith("\n")
+        and (values := metrics_from_line(line))
+        and int(values["iteration"]) <= iteration
+    ]
     if len(kept) < len(lines):
         with atomic_write(path) as file:
             file.write("".join(kept).encode())
@@ -225,9 +230,11 @@ def warn_of_unwritten(path: Path, error: OSError) -> None:
     )
 
 
-def iteration_of(line: str) -> float:
-    """Return the iteration of a line of `metrics.jsonl`, or infinity if the line is damaged."""
+def metrics_from_line(line: str) -> dict[str, float] | None:
+    """Return the iteration and metrics of a line of `metrics.jsonl`. None: the line is damaged."""
     try:
-        return int(json.loads(line)["iteration"])
+        values: dict[str, float] = json.loads(line)
+        int(values["iteration"])
     except (ValueError, TypeError, KeyError):
-        return math.inf
+        return None
+    return values

@@ -243,7 +243,9 @@ def _area_of(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> float:
     area, box = annotation.get("area"), annotation.get("bbox")
     height, width = (integer_from(image.get(key)) or 0 for key in ("height", "width"))
     has_size = min(height, width) > 0 and height * width <= MAX_PIXELS
-    if is_possible_area(area, *((height, width) if has_size else (1, MAX_PIXELS))):
+    # Without a valid size, the bound is that of the largest image.
+    sides = (height, width) if has_size else (1, MAX_PIXELS)
+    if is_possible_area(area, *sides):
         return float(area)  # type: ignore[arg-type]
     try:
         if has_size:
