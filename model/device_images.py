@@ -1,7 +1,9 @@
 """JPEG decoding and resizing on the model's device.
 
-On a GPU, nvJPEG decodes the images. It upsamples subsampled chroma more coarsely than Pillow. The
-tests allow these absolute differences of decoded values (0..255) from Pillow's:
+On a CPU, and on the decoder hardware of a GPU, decoded pixels equal Pillow's. Other GPUs, and JPEGs
+that the hardware does not support (such as progressive ones), are decoded by nvJPEG, which repeats
+subsampled chroma instead of interpolating it. The tests allow these absolute differences of its
+decoded values (0..255) from Pillow's:
 
     chroma resolution   mean    maximum
     full                1.5     16

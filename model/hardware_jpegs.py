@@ -1,4 +1,8 @@
-"""JPEG decoding by the decoder hardware of NVIDIA GPUs (NVJPG), through the library nvJPEG."""
+"""JPEG decoding by the decoder hardware of NVIDIA GPUs (NVJPG), through the library nvJPEG.
+
+nvJPEG decodes luma and chroma planes, and the operation `rgb_from_ycbcr` converts them to RGB.
+nvJPEG could do that too, but it repeats chroma samples where Pillow interpolates them.
+"""
 
 import ctypes
 import functools
@@ -6,17 +10,22 @@ import threading
 from collections.abc import Sequence
 from ctypes import c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torchvision.io  # noqa: F401, loads nvJPEG
 from torch import Tensor
 
+from ..plugins.rgb_from_ycbcr import rgb_from_ycbcr
+
 # Constants of nvjpeg.h.
 _SUCCESS: Final = 0
 _BACKEND_HARDWARE: Final = 3
-_OUTPUT_RGB: Final = 3
+_OUTPUT_YUV: Final = 1
 _MAX_COMPONENTS: Final = 4
+# Factors by which chroma rows and columns are divided, by `nvjpegChromaSubsampling_t`. None: the
+# image is grey. Hardware does not support other values.
+_CHROMA_FACTORS: Final = {0: (1, 1), 1: (1, 2), 2: (2, 2), 3: (2, 1), 6: None}
 
 
 class _Image(ctypes.Structure):
@@ -42,12 +51,24 @@ class _Library:
         self.parse_header.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p)
         self.frame_size = short.nvjpegJpegStreamGetFrameDimensions
         self.frame_size.argtypes = (c_void_p, c_void_p, c_void_p)
+        self.subsampling = short.nvjpegJpegStreamGetChromaSubsampling
+        self.subsampling.argtypes = (c_void_p, c_void_p)
         self.is_supported = short.nvjpegDecodeBatchedSupported
         self.is_supported.argtypes = (c_void_p, c_void_p, c_void_p)
         self.set_batch_size = long.nvjpegDecodeBatchedInitialize
         self.set_batch_size.argtypes = (c_void_p, c_void_p, c_int, c_int, c_int)
         self.decode = long.nvjpegDecodeBatched
         self.decode.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
+
+
+class _PlaneSizes(NamedTuple):
+    """Height and width in pixels of an image's luma plane, and of its chroma planes.
+
+    If the image is grey, the chroma planes have no pixels.
+    """
+
+    luma: tuple[int, int]
+    chroma: tuple[int, int]
 
 
 class _Slot:
@@ -98,37 +119,50 @@ class HardwareJpegDecoder:
         """
         with torch.cuda.device(self._device):
             with self._lock:
-                sizes = [self._supported_size(file) for file in files]
-            outputs = {
-                index: torch.empty((3, *size), dtype=torch.uint8, device=self._device)
-                for index, size in enumerate(sizes)
-                if size is not None
-            }
-            supported = [files[index] for index in outputs]
-            if outputs and not self._queue(supported, list(outputs.values())):
+                sizes = {
+                    index: own
+                    for index, file in enumerate(files)
+                    if (own := self._supported_sizes(file)) is not None
+                }
+            if not sizes:
                 return [None] * len(files)
-            return [outputs.get(index) for index in range(len(files))]
+            lumas, chromas = zip(*map(self._empty_planes, sizes.values()), strict=True)
+            if not self._queue([files[index] for index in sizes], lumas, chromas):
+                return [None] * len(files)
+            images = dict(zip(sizes, rgb_from_ycbcr(lumas, chromas), strict=True))
+            return [images.get(index) for index in range(len(files))]
 
-    def _supported_size(self, file: Tensor) -> tuple[int, int] | None:
-        """Return height and width of a JPEG. None: the hardware does not support the file."""
+    def _empty_planes(self, sizes: _PlaneSizes) -> tuple[Tensor, Tensor]:
+        """Allocate a luma plane [h, w] and two chroma planes [2, ch, cw]."""
+        empty = functools.partial(torch.empty, dtype=torch.uint8, device=self._device)
+        return empty(sizes.luma), empty((2, *sizes.chroma))
+
+    def _supported_sizes(self, file: Tensor) -> _PlaneSizes | None:
+        """Return the sizes of a JPEG's planes. None: the hardware does not support the file."""
         library, handle, header = self._library, self._handle, self._header
-        width, height, unsupported = c_uint(), c_uint(), c_int(1)
-        references = ctypes.byref(width), ctypes.byref(height)
+        width, height, chroma, unsupported = c_uint(), c_uint(), c_int(), c_int(1)
         if library.parse_header(handle, file.data_ptr(), len(file), header) != _SUCCESS:
             return None
-        if library.is_supported(handle, header, ctypes.byref(unsupported)) != _SUCCESS:
+        if library.is_supported(handle, header, ctypes.byref(unsupported)) or unsupported.value:
             return None
-        if unsupported.value or library.frame_size(header, *references) != _SUCCESS:
+        if library.frame_size(header, ctypes.byref(width), ctypes.byref(height)) != _SUCCESS:
             return None
-        return height.value, width.value
+        if library.subsampling(header, ctypes.byref(chroma)) or chroma.value not in _CHROMA_FACTORS:
+            return None
+        size, factors = (height.value, width.value), _CHROMA_FACTORS[chroma.value]
+        if factors is None:
+            return _PlaneSizes(size, (0, 0))
+        return _PlaneSizes(size, (-(-size[0] // factors[0]), -(-size[1] // factors[1])))
 
-    def _queue(self, files: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-        """Queue the decoding of files into `outputs`. Return False if nvJPEG reports an error."""
+    def _queue(
+        self, files: Sequence[Tensor], lumas: Sequence[Tensor], chromas: Sequence[Tensor]
+    ) -> bool:
+        """Queue the decoding of files into planes. Return False if nvJPEG reports an error."""
         slot = self._take_slot()
         try:
             library, count = self._library, len(files)
             if slot.batch_size != count:
-                if library.set_batch_size(self._handle, slot.state, count, 1, _OUTPUT_RGB):
+                if library.set_batch_size(self._handle, slot.state, count, 1, _OUTPUT_YUV):
                     return False
                 slot.batch_size = count
             stream = torch.cuda.current_stream(self._device)
@@ -138,7 +172,7 @@ class HardwareJpegDecoder:
                 slot.state,
                 (c_void_p * count)(*[file.data_ptr() for file in files]),
                 (c_size_t * count)(*[len(file) for file in files]),
-                (_Image * count)(*map(_image_of, outputs)),
+                (_Image * count)(*map(_image_of, lumas, chromas)),
                 stream.cuda_stream,
             )
             slot.decoded.record(stream)
@@ -188,10 +222,10 @@ def _path_of_nvjpeg() -> str | None:
     return next((line.split(maxsplit=5)[-1] for line in lines if "/libnvjpeg" in line), None)
 
 
-def _image_of(output: Tensor) -> _Image:
-    start, rows, columns = output.data_ptr(), *output.shape[1:]
-    channels = [start + channel * rows * columns for channel in range(len(output))]
-    return _Image((*channels, None), (*[columns] * len(output), 0))
+def _image_of(luma: Tensor, chroma: Tensor) -> _Image:
+    blue, red = chroma.data_ptr(), chroma.data_ptr() + chroma[0].numel()
+    columns = luma.shape[1], chroma.shape[2]
+    return _Image((luma.data_ptr(), blue, red, None), (columns[0], columns[1], columns[1], 0))
 
 
 def _check(status: int) -> None:
