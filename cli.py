@@ -61,7 +61,7 @@ _COMMANDS = {
         "serving.commands.doctor:doctor",
         "Show versions and GPUs, and check TensorRT from end to end.",
     ),
-    "bench": _LazyCommand("benchmarks.commands:bench", "Measure throughput and latency."),
+    "bench": _LazyCommand("benchmarks:bench", "Measure throughput and latency."),
     "kernels": _LazyCommand("plugins.commands:kernels", "Compile the CUDA kernels ahead of time."),
 }
 
