@@ -8,9 +8,8 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from maskrcnn_trt.benchmarks.bulk import bulk
+from maskrcnn_trt.benchmarks.bulk import bulk, bulk_goals, bulk_record
 from maskrcnn_trt.benchmarks.bulk.measure import BulkResult
-from maskrcnn_trt.benchmarks.bulk.record import bulk_goals, bulk_record
 from maskrcnn_trt.benchmarks.common.images import noise_jpeg, photo_like_jpegs
 from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.model.bundle.manifest import read_manifest, write_manifest

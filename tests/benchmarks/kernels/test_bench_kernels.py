@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from maskrcnn_trt.benchmarks.common.record import write_record
-from maskrcnn_trt.benchmarks.kernels import kernels
+from maskrcnn_trt.benchmarks.kernels import COLUMNS, kernel_row, kernels, kernels_record
 from maskrcnn_trt.benchmarks.kernels.cases import KERNEL_CASES, working_cases
 from maskrcnn_trt.benchmarks.kernels.measure import (
     BaselineResult,
@@ -22,7 +22,6 @@ from maskrcnn_trt.benchmarks.kernels.measure import (
     KernelResult,
     Workload,
 )
-from maskrcnn_trt.benchmarks.kernels.record import COLUMNS, kernel_row, kernels_record
 from maskrcnn_trt.plugins.run_lengths import coco_strings
 
 SMALL = {"batch": 2, "height": 128, "width": 192, "image_width": 187, "share": 0.04}
