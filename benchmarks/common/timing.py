@@ -1,15 +1,20 @@
-"""Timing of repeated calls, on the host's clock or with CUDA events, and latency percentiles."""
+"""Timing of calls on the host's clock or with CUDA events, of training steps, and percentiles."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 import click
 
 from ...model.config.option_types import FiniteRange
 from ...serving.config import DAY_S
+
+if TYPE_CHECKING:
+    import torch
 
 POSITIVE = FiniteRange(min=0, min_open=True)
 SECONDS = FiniteRange(min=0, min_open=True, max=DAY_S)
@@ -154,3 +159,36 @@ def host_milliseconds(function: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         spans.append(time.perf_counter() - begin)
     return 1e3 * median(spans)
+
+
+class StepTimer:
+    """Timer of consecutive training steps. It does not synchronise with the GPU at each step."""
+
+    def __init__(self, device: "torch.device") -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Record the time at which all work submitted to the device so far is complete.
+
+        On a GPU this enqueues an event, without waiting for the work.
+        """
+        if self._on_gpu:
+            import torch
+
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Return the seconds between each two consecutive times that `mark` recorded."""
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(self._events)]
+        return [b - a for a, b in itertools.pairwise(self._times)]

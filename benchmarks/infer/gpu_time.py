@@ -1,4 +1,4 @@
-"""GPU time of a batch by model stage and kernel, and the roofline of the throughput."""
+"""GPU time of a batch by stage and kernel, NCCL time of a step, and the throughput's roofline."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -139,6 +139,22 @@ def busy_microseconds(activities: Sequence[GpuActivity]) -> float:
         busy += max(0.0, own_end - max(end, activity.start))
         end = max(end, own_end)
     return busy
+
+
+def communication_milliseconds(activities: Sequence[GpuActivity]) -> tuple[float, float]:
+    """Return the NCCL time of a training step.
+
+    Args:
+        activities: GPU activities of a step, ordered by start time.
+
+    Returns:
+        Milliseconds in which NCCL kernels run, and those of them in which the GPU runs nothing
+        else.
+    """
+    nccl = [activity for activity in activities if activity.name.startswith("nccl")]
+    others = [activity for activity in activities if not activity.name.startswith("nccl")]
+    exposed = busy_microseconds(activities) - busy_microseconds(others)
+    return busy_microseconds(nccl) / 1000, exposed / 1000
 
 
 def milliseconds_by_stage(activities: Sequence[GpuActivity]) -> dict[str, float]:

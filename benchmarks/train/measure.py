@@ -1,18 +1,105 @@
-"""Measurement of a training configuration in several precisions, with baselines and seeds."""
+"""Measurement of training in several precisions, with baselines and seeds, in child processes."""
 
 import itertools
-from collections.abc import Callable, Iterator
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ...training.config import ConfigError, TrainConfig
-from ...training.devices import number_of_processes
-from ...training.launcher import rank_environment
-from ..common.processes import call_in_processes
-from .run import TrainEngine, TrainPrecision, TrainResult, TrainSettings, measure_rank
+from ...model.bundle.manifest import Category
+from ..common.processes import call_in_processes, peak_memory_mib, reset_peak_memory
+from ..common.timing import Latency, StepTimer, latency_from_seconds
+from ..infer.gpu_time import communication_milliseconds, profile_gpu
+
+# The command imports this file for its options. Torch and the training modules are therefore
+# imported only by the functions that measure.
+if TYPE_CHECKING:
+    from ...model.mask_rcnn import MaskRCNN
+    from ...training.config import TrainConfig
+    from ...training.distributed import Worker
+
+TrainPrecision = Literal["fp32", "tf32", "fp16", "bf16"]
+# Baselines: the configured model without compilation, and torchvision's model. `this` is the
+# configured model itself.
+TrainPeer = Literal["eager", "torchvision"]
+TrainEngine = Literal["this"] | TrainPeer
+# Number of steps whose launch time is measured.
+_HOST_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """Settings of the training benchmark: precisions, baselines, seeds and numbers of steps."""
+
+    precisions: Sequence[TrainPrecision]
+    # Steps of each run.
+    iterations: int = 100
+    # Untimed first steps of each run.
+    warmup: int = 10
+    # Baselines to train too, in each precision.
+    peers: Sequence[TrainPeer] = ()
+    # Number of runs, with consecutive seeds, in each precision.
+    seeds: int = 1
+    # Whether to measure the average precision after each run.
+    with_average_precision: bool = False
+
+
+class GpuSteps(NamedTuple):
+    """Host time to launch a training step on a GPU, its number of kernels, and its NCCL time."""
+
+    # Median time that the process needs to launch a step on an idle GPU.
+    host_ms: float
+    # Kernels, copies and fills of a step.
+    kernels: int
+    # Time in which NCCL's kernels run, waiting for other ranks included, and the part of it in
+    # which the GPU does nothing else.
+    communication_ms: float
+    exposed_ms: float
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Speed, memory and losses of one training run."""
+
+    engine: TrainEngine
+    precision: TrainPrecision
+    seed: int
+    device: str
+    # Training processes, each with its own GPU.
+    processes: int
+    # Images per step, over all processes.
+    batch: int
+    iterations: int
+    warmup: int
+    # Throughput of the timed steps, including the wait for data.
+    images_per_second: float
+    # Latency of a step, including the wait for data.
+    latency: Latency
+    # Fraction of the time of the steps in which the process waited for the next batch.
+    data_share: float
+    # Seconds of the first step, with compilation.
+    first_step_seconds: float
+    # Launch time, kernels and communication of a step. None on a CPU.
+    gpu: GpuSteps | None
+    # On a GPU the peak reserved by torch, on the CPU the peak resident memory.
+    peak_memory_mib: float
+    # [iterations, 5] in the order of `model.losses.LOSS_NAMES`, warm-up included.
+    losses: Sequence[Sequence[float]]
+    # Box and mask metrics on the validation set after the run. Empty: not measured.
+    metrics: Mapping[str, float]
+
+    @property
+    def final_loss(self) -> float:
+        """Mean of the total loss over the last tenth of the steps."""
+        last = self.losses[-max(1, len(self.losses) // 10) :]
+        return sum(map(sum, last)) / len(last)
 
 
 def measure_training(
-    config: TrainConfig,
+    config: "TrainConfig",
     settings: TrainSettings,
     on_run: Callable[[TrainEngine, TrainPrecision], object] = lambda engine, precision: None,
 ) -> list[TrainResult]:
@@ -35,6 +122,9 @@ def measure_training(
             no model of this configuration.
         DataError: the data set is invalid.
     """
+    from ...training.config import ConfigError
+    from ...training.devices import number_of_processes
+
     try:
         processes = number_of_processes(config.device, config.processes)
     except ValueError as error:
@@ -73,17 +163,19 @@ def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
         return
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    from ...training.launcher import rank_environment
+
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield [rank_environment(rank, processes, store.port) for rank in range(processes)]
 
 
 def _run_config(
-    config: TrainConfig,
+    config: "TrainConfig",
     engine: TrainEngine,
     precision: TrainPrecision,
     seed: int,
     iterations: int,
-) -> TrainConfig:
+) -> "TrainConfig":
     # A run may end before max_iterations. Do not lower max_iterations, because the learning-rate
     # schedule depends on it.
     longest = max(iterations, config.solver.max_iterations)
@@ -96,3 +188,132 @@ def _run_config(
     if engine == "eager":
         changes["compile"] = False
     return config.model_copy(update=changes)
+
+
+def measure_rank(
+    config: "TrainConfig",
+    engine: TrainEngine,
+    settings: TrainSettings,
+    environment: Mapping[str, str],
+) -> TrainResult:
+    """Train once in this process, as one rank, and return the measurement.
+
+    Args:
+        config: Configuration of the run.
+        engine: Model to train: this project's, with or without compilation, or torchvision's.
+        settings: Numbers of steps, and whether to measure the average precision.
+        environment: Environment variables of the rank. Empty if this is the only process.
+
+    Raises:
+        ConfigError: GPU memory runs out.
+    """
+    os.environ.update(environment)
+    import torch
+
+    from ...training.config import ConfigError
+
+    try:
+        return _measure_steps(config, engine, settings)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"{engine} in {config.precision} ran out of GPU memory at solver.images_per_batch="
+            f"{config.solver.images_per_batch}; lower it"
+        ) from None
+
+
+def _measure_steps(
+    config: "TrainConfig", engine: TrainEngine, settings: TrainSettings
+) -> TrainResult:
+    import torch
+
+    from ...training.classes import set_classes_from_dataset
+    from ...training.data.coco.dataset import CocoDataset
+    from ...training.data.loading.device_batches import prefetch_batches
+    from ...training.data.loading.loader import train_loader
+    from ...training.distributed import worker
+    from ...training.trainer import Trainer, set_arithmetic
+    from ..common.torchvision_baseline import TorchvisionTrainer
+
+    dataset = CocoDataset(config.data.train, config.data.on_broken)
+    config = set_classes_from_dataset(dataset, config)
+    with worker(config.device) as own:
+        set_arithmetic(config)
+        trainer: Trainer | TorchvisionTrainer = (
+            TorchvisionTrainer(config, own) if engine == "torchvision" else Trainer(config, own)
+        )
+        loader = train_loader(
+            dataset,
+            config,
+            rank=own.rank,
+            world_size=own.world_size,
+            pin_memory=own.device.type == "cuda",
+        )
+        batches = prefetch_batches(own.device, loader)
+        reset_peak_memory()
+        timer, waits, losses = StepTimer(own.device), [], []
+        for _ in range(settings.iterations):
+            start = time.perf_counter()
+            parts = list(itertools.islice(batches, config.solver.accumulate))
+            waits.append(time.perf_counter() - start)
+            losses.append(trainer.step(parts))
+            timer.mark()
+        first, *_ = all_seconds = timer.seconds()
+        seconds = all_seconds[settings.warmup :]
+        images = config.solver.images_per_batch
+        metrics = {}
+        if settings.with_average_precision:
+            metrics = _average_precision(trainer.evaluated_model, config, dataset.categories, own)
+        return TrainResult(
+            engine=engine,
+            precision=config.precision,
+            seed=config.seed,
+            device=own.device.type,
+            processes=own.world_size,
+            batch=images,
+            iterations=settings.iterations,
+            warmup=settings.warmup,
+            images_per_second=images * len(seconds) / sum(seconds),
+            latency=latency_from_seconds(seconds),
+            data_share=sum(waits[settings.warmup :]) / sum(seconds),
+            first_step_seconds=first,
+            gpu=_gpu_steps(lambda: trainer.step(parts)) if own.device.type == "cuda" else None,
+            peak_memory_mib=peak_memory_mib("torch" if own.device.type == "cuda" else "cpu"),
+            losses=torch.stack(losses).tolist(),
+            metrics=metrics,
+        )
+
+
+def _average_precision(
+    model: "MaskRCNN", config: "TrainConfig", categories: Sequence[Category], worker: "Worker"
+) -> dict[str, float]:
+    """Return a model's COCO metrics on the validation set, with keys such as `segm/AP`."""
+    from ...training.data.coco.dataset import CocoDataset
+    from ...training.data.loading.loader import eval_loader
+    from ...training.evaluation.evaluator import CocoEvaluator, evaluate_model
+    from ...training.trainer import AUTOCAST_DTYPES
+
+    assert config.data.val is not None
+    dataset = CocoDataset(config.data.val, config.data.on_broken)
+    evaluator = CocoEvaluator(dataset, categories, worker, config.evaluation.evaluator)
+    batches = eval_loader(dataset, config, rank=worker.rank, world_size=worker.world_size)
+    evaluate_model(model, batches, evaluator, worker.device, AUTOCAST_DTYPES.get(config.precision))
+    return evaluator.evaluate()
+
+
+def _gpu_steps(step: Callable[[], object]) -> GpuSteps:
+    import torch
+
+    starts = []
+
+    def whole_step() -> None:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        starts.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+
+    for _ in range(_HOST_STEPS):
+        whole_step()
+    host_ms = 1000 * statistics.median(starts)
+    activities = profile_gpu(whole_step, count=1)
+    return GpuSteps(host_ms, len(activities), *communication_milliseconds(activities))

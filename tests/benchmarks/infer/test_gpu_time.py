@@ -9,6 +9,7 @@ from maskrcnn_trt.benchmarks.infer.gpu_time import (
     GpuActivity,
     KernelTotal,
     MatmulRoofline,
+    communication_milliseconds,
     costliest_kernels,
     flops_per_image,
     matmul_teraflops,
@@ -122,3 +123,15 @@ def test_rooflines_of_a_gpu():
     floors = list(measure_matmul_rooflines(["fp16", "fp32"], ModelConfig(), ShapeBucket(96, 96)))
     assert [floor.precision for floor in floors] == ["fp16", "fp32"]
     assert floors[0].images_per_second > floors[1].images_per_second > 0
+
+
+def test_communication_beside_other_kernels_is_not_exposed():
+    activities = [
+        GpuActivity("gemm", start=0, duration=2000),
+        GpuActivity("ncclDevKernel_AllReduce", start=1000, duration=4000),
+        GpuActivity("ncclDevKernel_AllReduce", start=2000, duration=1000),
+        GpuActivity("adam", start=4000, duration=500),
+        GpuActivity("adam", start=9000, duration=500),
+    ]
+    # Exposed: 2 to 4 ms, and 4.5 to 5 ms.
+    assert communication_milliseconds(activities) == (4.0, 2.5)

@@ -12,15 +12,8 @@ from tiny_run import write_config
 from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.benchmarks.common.timing import Latency
 from maskrcnn_trt.benchmarks.common.torchvision_baseline import TorchvisionTrainer
-from maskrcnn_trt.benchmarks.infer.gpu_time import GpuActivity
-from maskrcnn_trt.benchmarks.train import train
-from maskrcnn_trt.benchmarks.train.record import train_record
-from maskrcnn_trt.benchmarks.train.run import (
-    TrainEngine,
-    TrainPrecision,
-    TrainResult,
-    communication_milliseconds,
-)
+from maskrcnn_trt.benchmarks.train import train, train_record
+from maskrcnn_trt.benchmarks.train.measure import TrainEngine, TrainPrecision, TrainResult
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import ConfigError, TrainConfig, load_config
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
@@ -121,18 +114,6 @@ def test_torchvision_is_not_trained_with_other_conventions(config_path: Path):
 def test_devices_that_contradict_the_processes(config_path: Path):
     result = CliRunner().invoke(train, [str(config_path), "processes=3", "--gpus", "2"])
     assert isinstance(result.exception, ConfigError)
-
-
-def test_communication_beside_other_kernels_is_not_exposed():
-    activities = [
-        GpuActivity("gemm", start=0, duration=2000),
-        GpuActivity("ncclDevKernel_AllReduce", start=1000, duration=4000),
-        GpuActivity("ncclDevKernel_AllReduce", start=2000, duration=1000),
-        GpuActivity("adam", start=4000, duration=500),
-        GpuActivity("adam", start=9000, duration=500),
-    ]
-    # Exposed: 2 to 4 ms, and 4.5 to 5 ms.
-    assert communication_milliseconds(activities) == (4.0, 2.5)
 
 
 def test_page_and_plots(tmp_path: Path):
