@@ -1,22 +1,24 @@
-"""Tables, goals and notes of the serving benchmark, as a `Record`."""
+"""Goals, notes and plots of the serving benchmark, and its tables, as a `Record`."""
 
+import math
 from collections.abc import Sequence
-from statistics import median
+from functools import partial
+from typing import TYPE_CHECKING
 
 from ..bulk.measure import BulkResult
 from ..common.machine import MachineInfo, describe_machine
-from ..common.record import Record, ResultTable, format_verdict
-from .cpu_time import CPU_COLUMNS, cpu_cells, thread_table
+from ..common.record import PlotGrid, Record, format_verdict
 from .load import ClosedLoop, HttpLoop, OpenLoop
-from .plots import serve_plots
 from .results import STAGES, ServeResult, closed_loops, fastest, load_name, own_results
+from .tables import format_ms, serve_tables
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Goal on a GPU: minimum throughput as a fraction of the throughput of the model step alone.
 _GOAL = 0.7
 # Goal: minimum throughput over HTTP as a fraction of the throughput over gRPC.
 _HTTP_GOAL = 0.8
-_MAX_BATCH = "max batch"
-_LATENCIES = ("p50", "p90", "p95", "p99", "max")
 
 _LOAD_NOTE = """\
 Images are {images}. Loads named "clients" are closed loops: each client sends its next image when
@@ -87,7 +89,7 @@ def serve_record(
         subject="serve",
         title=f"Serving over gRPC{over_http}{engine}",
         results=results,
-        tables=_tables(results),
+        tables=serve_tables(results),
         plots=serve_plots(results, bulk),
         goals=serve_goals(results, max_delay_ms, bulk),
         notes=[
@@ -108,10 +110,10 @@ def serve_record(
 
 def describe_result(result: ServeResult) -> str:
     """Describe a result in one line, as in `4 clients: 30.5 images/s, p50 126 ms, p99 198 ms`."""
-    refused = _refused_requests(result)
+    refused = result.refused_requests
     return (
         f"{load_name(result.load)}: {result.images_per_second:.1f} images/s, "
-        f"p50 {_format_ms(result.latency.p50)} ms, p99 {_format_ms(result.latency.p99)} ms"
+        f"p50 {format_ms(result.latency.p50)} ms, p99 {format_ms(result.latency.p99)} ms"
         + (f", {refused} refused" if refused else "")
     )
 
@@ -186,7 +188,7 @@ def _latency_goal(
     The latency goal depends on `best`, the fastest closed-loop result, and on the server's option
     `--max-delay-ms`. If `max_delay_ms` is None, the latency is not compared with a goal.
     """
-    refused = _refused_requests(result)
+    refused = result.refused_requests
     refusal = f"{refused} of {refused + result.requests} refused"
     if refused:
         slowest = max(r.latency.p99 for r in result.refusals)
@@ -202,75 +204,67 @@ def _latency_goal(
         verdict = format_verdict(result.latency.p99 <= limit)
         goal = f"three batch times plus the maximum batching delay of {max_delay_ms:.1f} ms"
         parts.append(f"The goal for p99 is {goal}. This goal of {limit:.1f} ms is {verdict}")
-    if (memory := _memory_mib(result)) is not None:
+    if (memory := result.server_memory_mib) is not None:
         parts.append(f"The server's memory went from {memory[0]:.0f} to {memory[1]:.0f} MiB")
     return ". ".join(parts) + "."
 
 
-def _tables(results: Sequence[ServeResult]) -> list[ResultTable]:
-    speed, times, use = [], [], []
-    for r in results:
-        best = fastest([other for other in results if other.max_batch == r.max_batch])
-        name = (load_name(r.load, best), str(r.max_batch))
-        latencies = (_format_ms(getattr(r.latency, key)) for key in _LATENCIES)
-        speed.append((*name, f"{r.images_per_second:.1f}", *latencies, str(_refused_requests(r))))
-        stages = (_format_ms(getattr(r.times, key)) for key in STAGES)
-        outside = (r.times.decode + r.times.encode + r.times.rest) / r.latency.mean
-        times.append((*name, f"{r.mean_batch_size:.1f}", *stages, f"{outside:.1%}"))
-        memory = _memory_mib(r)
-        resident = "" if memory is None else f"{memory[0]:.0f} to {memory[1]:.0f}"
-        client = (f"{r.client.cores:.2f}", _format_ms(r.client.lag))
-        use.append((*name, f"{r.batches_at_once:.2f}", *cpu_cells(r), resident, *client))
-    columns = ("load", _MAX_BATCH)
-    return [
-        ResultTable(
-            heading="Speed, latencies in ms",
-            columns=(*columns, "images/s", *_LATENCIES, "refused"),
-            rows=speed,
-            remarks=_refusals(results),
-            optional_column=_MAX_BATCH,
-        ),
-        ResultTable(
-            heading="Time of a request by stage, means in ms",
-            columns=(*columns, "batch", *STAGES, "outside"),
-            rows=times,
-            optional_column=_MAX_BATCH,
-        ),
-        ResultTable(
-            heading="CPU and memory use of server and clients",
-            columns=(*columns, "batches", *CPU_COLUMNS, "MiB", "client cores", "client lag"),
-            rows=use,
-            optional_column=_MAX_BATCH,
-        ),
-        thread_table(own_results(results)),
-    ]
+def serve_plots(results: Sequence[ServeResult], bulk: BulkResult | None) -> PlotGrid:
+    """Return the plots of throughput, latency and stages. `bulk` is that of `serve_record`."""
+    own = own_results(results)
+    closed, streamed = (closed_loops(own, streamed=streamed) for streamed in (False, True))
+    opened = [r for r in own if isinstance(r.load, OpenLoop)]
+    plots = []
+    if closed or streamed:
+        plots.append(partial(_plot_throughput, results=results, bulk=bulk))
+    plots += [partial(_plot_latency, results=rows) for rows in (closed, opened) if rows]
+    plots.append(partial(_plot_times, results=own))
+    return PlotGrid(alt="Throughput, latency and stages", plots=plots, columns=2, size=(6, 4.5))
 
 
-def _refusals(results: Sequence[ServeResult]) -> list[str]:
-    return [
-        f"{load_name(r.load)}: {f.requests} of {r.requests + _refused_requests(r)} requests ended "
-        f"with {f.status}, half of them within {_format_ms(f.latency.p50)} ms, "
-        f"99% within {_format_ms(f.latency.p99)} ms"
-        for r in results
-        for f in r.refusals
-    ]
+def _plot_throughput(axes: "Axes", results: Sequence[ServeResult], bulk: BulkResult | None) -> None:
+    for size in dict.fromkeys(r.max_batch for r in results):
+        same_size = [r for r in results if r.max_batch == size]
+        for streamed in (False, True):
+            if curve := closed_loops(same_size, streamed=streamed):
+                rates = [r.images_per_second for r in curve]
+                label = f"batches up to {size}{', over streams' if streamed else ''}"
+                axes.plot(_ticks(curve), rates, "o-", label=label)
+    if bulk is not None:
+        axes.axhline(bulk.engine_images_per_second, color="black", label="the engine, alone")
+    axes.set(xlabel="clients", ylabel="images per second", title="Throughput", ylim=(0, None))
+    axes.legend()
+    axes.grid(alpha=0.3)
 
 
-def _memory_mib(result: ServeResult) -> tuple[float, float] | None:
-    """Return the server's median memory in MiB in the first and the last fifth of a measurement.
+def _plot_latency(axes: "Axes", results: Sequence[ServeResult]) -> None:
+    closed = isinstance(results[0].load, ClosedLoop)
+    loads = _ticks(results)
+    for name in ("p50", "p90", "p95", "p99"):
+        axes.plot(loads, [getattr(r.latency, name) for r in results], "o-", label=name)
+    if any(r.refusals for r in results):
+        slowest = [max((f.latency.p99 for f in r.refusals), default=math.nan) for r in results]
+        axes.plot(loads, slowest, "kx", label="p99 of refusals")
+    axes.set_yscale("log")
+    axes.set(xlabel="clients" if closed else "images per second, offered", ylabel="ms")
+    axes.set_title("Latency of clients" if closed else "Latency at a given rate")
+    axes.legend()
+    axes.grid(alpha=0.3, which="both")
 
-    None: the server's memory was not measured.
-    """
-    if result.server is None:
-        return None
-    memory = result.server.memory_mib
-    fifth = max(1, len(memory) // 5)
-    return median(memory[:fifth]), median(memory[-fifth:])
+
+def _plot_times(axes: "Axes", results: Sequence[ServeResult]) -> None:
+    labels = [load_name(r.load) for r in results]
+    ends = [0.0] * len(results)
+    for name in STAGES:
+        shares = [getattr(r.times, name) / r.latency.mean for r in results]
+        axes.barh(labels, shares, left=ends, height=0.6, label=name)
+        ends = [end + share for end, share in zip(ends, shares, strict=True)]
+    axes.invert_yaxis()  # the first load on top
+    axes.set(xlabel="fraction of the mean latency", title="Time of a request", xlim=(0, 1))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=5)
 
 
-def _refused_requests(result: ServeResult) -> int:
-    return sum(refusals.requests for refusals in result.refusals)
-
-
-def _format_ms(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+def _ticks(results: Sequence[ServeResult]) -> list[str]:
+    """Return one tick label per result: the load's number of clients or images per second."""
+    loads = [r.load for r in results]
+    return [f"{o.rate:.1f}" if isinstance(o, OpenLoop) else f"{o.clients}" for o in loads]

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from statistics import median
 
 import numpy as np
 
@@ -78,6 +79,23 @@ class ServeResult:
     client: ClientUse
     # Resource use of the server. None: the benchmark did not start it.
     server: ProcessUsage | None
+
+    @property
+    def refused_requests(self) -> int:
+        """Number of requests due within the window that ended without detections."""
+        return sum(refusals.requests for refusals in self.refusals)
+
+    @property
+    def server_memory_mib(self) -> tuple[float, float] | None:
+        """Server's median memory in MiB in the first and in the last fifth of the window.
+
+        None: the server's memory was not measured.
+        """
+        if self.server is None:
+            return None
+        memory = self.server.memory_mib
+        fifth = max(1, len(memory) // 5)
+        return median(memory[:fifth]), median(memory[-fifth:])
 
 
 def result_from_logs(
