@@ -184,19 +184,11 @@ def _json_from(record: Record, indent: int | None = None) -> str:
 
 
 def _draw_plots(grid: PlotGrid, path: Path) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     rows, (width, height) = math.ceil(len(grid.plots) / grid.columns), grid.size
-    figure, axes = plt.subplots(
-        rows,
-        grid.columns,
-        figsize=(width * grid.columns, height * rows),
-        layout="constrained",
-        squeeze=False,
-    )
+    figure = Figure((width * grid.columns, height * rows), layout="constrained")
+    axes = figure.subplots(rows, grid.columns, squeeze=False)
     for draw, cell in zip(grid.plots, axes.flat, strict=False):
         draw(cell)
     for cell in axes.flat[len(grid.plots) :]:
@@ -204,7 +196,6 @@ def _draw_plots(grid: PlotGrid, path: Path) -> None:
     if grid.title:
         figure.suptitle(grid.title)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _page_from(record: Record, image: str) -> str:

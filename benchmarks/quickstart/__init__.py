@@ -81,7 +81,7 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
     from ...training.data.synthetic.dataset import draw_dataset
     from ...training.evaluation.validation import PROGRESS_FILE
     from ...training.run import run_training
-    from .plan import next_commands, plan_steps, plan_table, step
+    from .report import next_commands, plan_steps, plan_table, step
 
     start, console = time.monotonic(), Console(markup=False, emoji=False)
     _prepare_folder(output)
@@ -196,7 +196,7 @@ def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", im
     from ...serving.offline.detector import Detector
     from ...training.data.coco.dataset import CocoDataset
     from ..serve.measure import running_server
-    from .figures import draw_comparison
+    from .report import draw_comparison
 
     assert config.data.val is not None
     dataset = CocoDataset(config.data.val)
