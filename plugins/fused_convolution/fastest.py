@@ -1,12 +1,22 @@
-"""Choice of the fastest of several implementations, by measuring them on the GPU."""
+"""Choice of the fastest of several implementations, by measuring them on the GPU.
 
+Choices are kept in the user's cache folder, so that other processes make the same ones without
+measuring. Two implementations may differ in rounding.
+"""
+
+import functools
+import hashlib
+import json
+import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ..runtime.user_cache import cache_folder, write_cached
 from .libraries import UnsupportedError
 
 # Runs of an implementation that are timed together.
@@ -14,8 +24,6 @@ _RUNS = 5
 # An earlier implementation is preferred to one that is faster by less than this factor.
 _TOLERANCE = 1.03
 
-# Index of the chosen implementation, by the key of the operation.
-_choices: dict[Hashable, int] = {}
 # Only one thread measures at a time.
 _measuring = threading.Lock()
 
@@ -23,29 +31,68 @@ _measuring = threading.Lock()
 def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) -> Tensor:
     """Run the fastest implementation of an operation in the current stream.
 
-    The first call with a key measures all implementations. If a CUDA graph is being captured, they
-    cannot be measured: if the key is new, this call runs the first supported implementation. The
-    GPU of the operation must be current.
+    The first call with a key measures all implementations, unless an earlier process did so. If a
+    CUDA graph is being captured, they cannot be measured: if the key is new, this call runs the
+    first supported implementation. The GPU of the operation must be current.
 
     Args:
-        key: all properties that affect the durations: GPU, dtypes, shapes and options.
+        key: all properties that affect the durations, except for the GPU and the versions of its
+            libraries: dtypes, shapes and options. Its `repr` must be the same in all processes.
         implementations: functions that queue the operation and return the output.
 
     Raises:
         UnsupportedError: no implementation is supported.
     """
+    choices, name = _choices_of(torch.cuda.current_device()), f"{len(implementations)} {key!r}"
     if not torch.cuda.is_current_stream_capturing():
         with _measuring:
-            if key not in _choices:
+            if name not in choices:
                 durations = [_milliseconds(implementation) for implementation in implementations]
                 limit = _TOLERANCE * min(durations)
-                _choices[key] = next(i for i, duration in enumerate(durations) if duration <= limit)
-    if key in _choices:
-        return implementations[_choices[key]]()
-    for implementation in implementations:
+                if math.isfinite(limit):
+                    choices.add(name, next(i for i, ms in enumerate(durations) if ms <= limit))
+    chosen = [implementations[choices[name]]] if name in choices else []
+    for implementation in (*chosen, *implementations):
         with suppress(UnsupportedError):
             return implementation()
     raise UnsupportedError(f"no implementation supports {key}")
+
+
+class Choices:
+    """Indices of chosen implementations by name, kept in a file."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the choices in the JSON file `path`. If it is missing or damaged, there are none."""
+        self._path = path
+        self._indices = self._read()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._indices
+
+    def __getitem__(self, name: str) -> int:
+        return self._indices[name]
+
+    def add(self, name: str, index: int) -> None:
+        """Add a choice, and write all choices to the file."""
+        # Another process may have written choices meanwhile.
+        self._indices = {**self._read(), **self._indices, name: index}
+        write_cached(self._path, json.dumps(self._indices).encode())
+
+    def _read(self) -> dict[str, int]:
+        with suppress(OSError, ValueError):
+            content = json.loads(self._path.read_bytes())
+            if isinstance(content, dict):
+                return content
+        return {}
+
+
+@functools.cache
+def _choices_of(device: int) -> Choices:
+    """Return the choices for a GPU. They are shared by GPUs of the same name."""
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    versions = torch.__version__, torch.version.cuda, cudnn, torch.cuda.get_device_name(device)
+    digest = hashlib.sha256(repr(versions).encode()).hexdigest()
+    return Choices(cache_folder("fastest") / f"{digest}.json")
 
 
 def _milliseconds(run: Callable[[], Tensor]) -> float:

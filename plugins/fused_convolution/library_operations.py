@@ -86,8 +86,8 @@ def _(
             return torch.cudnn_convolution_relu(images, weight, bias, *window, 1)
         return F.conv2d(images, weight, bias, *window)
 
-    sizes = images.shape, weight.shape, *map(tuple, window)
-    key = "cudnn_convolution", images.device, images.dtype, *sizes, relu
+    sizes = tuple(images.shape), tuple(weight.shape), *map(tuple, window)
+    key = "cudnn_convolution", images.dtype, *sizes, relu
     with torch.cuda.device(images.device):
         return run_fastest(key, [by_cudnn, by_torch])
 
@@ -99,8 +99,8 @@ def gemm_convolution(
     """Compute a 1x1 convolution with N output channels, plus an optional residual map and ReLU.
 
     On a GPU, the first call with new shapes measures cuBLASLt's algorithms and, with a residual,
-    also the Triton kernel of `pointwise_convolution`; the fastest one is used. The operation
-    supports neither strides nor upsampling.
+    also the Triton kernel of `pointwise_convolution`; the fastest one is used, also by later
+    processes. The operation supports neither strides nor upsampling.
 
     Args:
         images: [B, C, H, W]; on a GPU float16 or bfloat16.
@@ -139,17 +139,17 @@ def _(images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, rel
         return output
 
     pixels, has_residual = output.numel() // len(weight), residual is not None
-    sizes = images.device, images.dtype, pixels, *weight.shape[:2], has_residual, relu
+    key = images.dtype, pixels, *weight.shape[:2], has_residual, relu
     implementations: list[Callable[[], Tensor]] = []
     with torch.cuda.device(images.device):
         with suppress(UnsupportedError):
-            product = matrix_product(*sizes)
+            product = matrix_product(images.device, *key)
             implementations += [partial(by_cublas, product, a) for a in product.algorithms]
         # Without a residual, the Triton kernel is hardly ever faster, but takes long to compile.
         if residual is not None or not implementations:
             arguments = images, weight, bias, residual, 1, relu
             implementations.append(partial(pointwise_convolution, *arguments))
-        return run_fastest(("gemm_convolution", *sizes), implementations)
+        return run_fastest(("gemm_convolution", *key), implementations)
 
 
 def _matrix(operand: Tensor) -> Tensor:

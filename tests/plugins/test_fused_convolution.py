@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from maskrcnn_trt.plugins.fused_convolution import (
     convolution_relu,
     cudnn_convolution,
     expand_reduce,
+    fastest,
     gemm_convolution,
     pointwise_convolution,
 )
-from maskrcnn_trt.plugins.fused_convolution.fastest import run_fastest
+from maskrcnn_trt.plugins.fused_convolution.fastest import Choices, run_fastest
 from maskrcnn_trt.plugins.fused_convolution.libraries import UnsupportedError
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -154,8 +156,29 @@ def test_gemm_convolution_equals_separate_operations(
         assert_near(actual, expected.relu() if relu else expected, dtype)
 
 
+def test_choices_are_kept_for_later_processes(tmp_path: Path) -> None:
+    path = tmp_path / "folder/choices.json"
+    first, second = Choices(path), Choices(path)
+    first.add("a", 2)
+    second.add("b", 1)  # must not lose the other process's choice
+    third = Choices(path)
+    assert (third["a"], third["b"]) == (2, 1)
+    assert "c" not in third
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "{", "\0"])
+def test_damaged_choices_are_replaced(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "choices.json"
+    path.write_text(content)
+    Choices(path).add("a", 0)
+    assert Choices(path)["a"] == 0
+
+
 @pytest.mark.gpu
-def test_fastest_supported_implementation_runs() -> None:
+def test_fastest_supported_implementation_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fastest, "_choices_of", lambda _device: Choices(tmp_path / "file.json"))
     numbers = torch.rand(1 << 24, device="cuda")
 
     def unsupported() -> Tensor:
