@@ -151,7 +151,8 @@ def draw_comparison(dataset: CocoDataset, predictions: Sequence[Detections], ima
 def _ground_truth_of(record: ImageRecord, dataset: CocoDataset) -> Detections:
     """Return an image's annotations as detections of score 1.
 
-    Boxes and masks are in pixels of the drawn image, whose sides are `_ENLARGEMENT` times as long.
+    Boxes and masks are in pixels of the drawn image, whose sides are `_ENLARGEMENT` times those of
+    the source image.
     """
     size = (_ENLARGEMENT * record.height, _ENLARGEMENT * record.width)
     masks = [

@@ -50,8 +50,8 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
 class _FusedStem(nn.Module):
     """Stem of the ResNet, including pixel normalization, as one kernel.
 
-    The method `forward` computes the same as `MaskRCNN.stem` and replaces it. The module replaces
-    the ResNet's first convolution, because it holds the convolution's parameters.
+    Its `forward` is called instead of the method `MaskRCNN.stem`, and computes the same. It holds
+    the parameters of the ResNet's first convolution, and takes that convolution's place.
     """
 
     def __init__(self, model: MaskRCNN) -> None:

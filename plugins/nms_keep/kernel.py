@@ -26,7 +26,7 @@ def nms_keep_kernel(
     Args:
         iou_threshold: boxes with a larger IoU are suppressed.
         max_keep: maximum number of kept boxes per set. 0: no limit.
-        keep_type: C++ type of the output of `nms_keep` and `nms_select`, true for each kept box.
+        keep_type: C++ type of the output's elements; an element is true if its box is kept.
         name: `nms_keep` computes the whole operation. `nms_overlaps` and then `nms_select` compute
             the same in two launches.
     """

@@ -36,10 +36,11 @@ class Part(NamedTuple):
 
 
 def prune_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
-    """Return the kernel that keeps the k largest entries of each chunk of each part of a row.
+    """Return the kernel that keeps the k largest entries of each chunk.
 
-    A chunk has up to `CHUNK` entries. `prune_launch` sets k. The value type is `float`, `float16`
-    or `bfloat16`.
+    The top k are selected from each part of a row, such as the scores of one pyramid level. A part
+    is cut into chunks of up to `CHUNK` entries. `prune_launch` sets k. The value type is `float`,
+    `float16` or `bfloat16`.
     """
     return _kernel("prune_top_k", value_type, min(longest(parts), CHUNK), len(parts))
 

@@ -67,7 +67,7 @@ class ModelLifecycle:
         Raises:
             BundleError: the bundle is missing, damaged or lacks a configured precision.
             BackendError: a backend does not run on this machine, memory does not suffice for the
-                old and the new model, or loading exceeds START_TIMEOUT_S (600 s) per precision.
+                old and the new model, or loading takes too long (`_load_within_limit`).
             ReloadError: another served model has one of the names of the reloaded model.
         """
         async with self._changing:
@@ -102,7 +102,8 @@ class ModelLifecycle:
         """Load and warm up a new model. A disk or a driver may hang, so there is a time limit.
 
         Raises:
-            BackendError: loading takes longer than START_TIMEOUT_S (600 s) per precision.
+            BackendError: loading takes longer than START_TIMEOUT_S (600 s) times the number of
+                precisions to load.
         """
         limit_s = START_TIMEOUT_S * max(1, len(self._config.precision))
         message = (

@@ -168,11 +168,11 @@ class ModelRepository:
             pipeline.model.close()
 
     def _check_reloaded(self, reloaded: Pipeline, model: ServedModel) -> None:
-        """Raise ReloadError if `model` has a name that a model of another pipeline has.
+        """Raise ReloadError if a pipeline other than `reloaded` already has a name of `model`.
 
         Args:
             reloaded: Pipeline that is about to replace its model by `model`.
-            model: Model with all its names, NAME and `NAME-PRECISION`.
+            model: The new model. Its names are NAME and one `NAME-PRECISION` per precision.
         """
         models = (model if own is reloaded else own.model for own in self.pipelines)
         try:

@@ -81,14 +81,13 @@ def plan_finetuning(
     *,
     is_pretrained: bool = True,
 ) -> FittedSettings:
-    """Return fitted values of a fine-tuning's configuration, with the reasons for them.
+    """Return configuration values that suit images, initial model and machine, with reasons.
 
     Args:
         images: Statistics of the training images.
-        start: Model and preprocessing of the initial weights. On a CPU, the shapes of its weights
-            determine the estimated cost of a step.
+        start: Model and preprocessing of the initial weights.
         machine: Properties of the machine.
-        given: Values that the user has set, by dotted key. Other values are fitted to them.
+        given: Values that the user has set, by dotted key. Other values are chosen to suit them.
         is_pretrained: Whether training starts from the weights of `start`. False: training starts
             from random weights.
     """

@@ -56,8 +56,8 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
         _report(write_coco_file(paths[name], SourceContent(content, {})))
         if not content["annotations"]:
             click.echo(
-                f"{paths[name]} has no annotations, because {file} has too few images for the "
-                "split",
+                f"the new file {paths[name]} has no annotations, because {file} has too few images "
+                "for these shares; change --val or --test",
                 err=True,
             )
     kept = sum(len(content["annotations"]) for content in parts.values())

@@ -106,7 +106,7 @@ class EncodedBatch:
         return self.rest.skipped
 
     def pin_memory(self) -> "EncodedBatch":
-        """Return a copy in page-locked memory, except for the JPEG files."""
+        """Return a copy in page-locked memory. JPEG files are not copied."""
         # JPEG files stay as they are, because the decoder reads them from pageable memory.
         images = (i if isinstance(i, EncodedImage) else i.pin_memory() for i in self.images)
         return replace(self, rest=self.rest.pin_memory(), images=tuple(images))
