@@ -44,8 +44,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Return all files of the site.
 
     They are the theme's files, the repository's Markdown pages, and one file per other link target
-    in the repository. Images, JSON files and notebooks are copied. For another file, a page shows
-    its source. For a folder, a page lists its files, which get files of the site too.
+    in the repository. Images, JSON files and notebooks are copied. Any other file gets a page that
+    shows its source. A folder gets a page that lists its files. The listed files are added to the
+    site in the same way.
     """
     tracked = _tracked_files()
     pages = [path for path in tracked if path.endswith(".md") and not _NO_PAGES.match(path)]

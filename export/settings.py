@@ -101,10 +101,10 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
 
 
 def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) -> InputDtype:
-    """Check and return `input_dtype`, or choose the data type if it is None.
+    """Check and return `input_dtype`. If `input_dtype` is None, choose the data type.
 
     The choice is float32 if `preprocessing` resizes images as torchvision does, without rounding
-    pixel values, and uint8 otherwise.
+    pixel values. Otherwise the choice is uint8.
 
     Raises:
         BundleError: `input_dtype` is uint8, and `preprocessing` does not round pixel values.

@@ -2,8 +2,8 @@
 
 On a CPU, and on the decoder hardware of a GPU, decoded pixels equal Pillow's. Other GPUs, and JPEGs
 that the hardware does not support (such as progressive ones), are decoded by nvJPEG, which repeats
-subsampled chroma instead of interpolating it. The tests allow these absolute differences of its
-decoded values (0..255) from Pillow's:
+subsampled chroma instead of interpolating it. The tests allow these absolute differences
+between the values (0..255) that nvJPEG and Pillow decode:
 
     chroma resolution   mean    maximum
     full                1.5     16

@@ -73,10 +73,10 @@ def _cgroup_memory() -> Iterator[_CgroupMemory]:
 
 
 def _own_cgroups(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups and their ancestors for a cgroup controller.
+    """Yield the folders of this process's cgroups, and of the ancestors of these cgroups.
 
-    `controller` is a name such as `memory`. In cgroups version 2, all controllers have the same
-    cgroups.
+    In cgroups version 1, only the cgroups of `controller`, such as `memory`, are included. In
+    version 2, all controllers share the same cgroups.
     """
     for line in _OWN_CGROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -173,8 +173,8 @@ def _counts_from_probabilities(
 ) -> NDArray[np.int64]:
     """Paste mask probabilities into an image of `height` x `width` pixels, and threshold them.
 
-    `mask` is [S, S], including a border of one zero sample on each side. `columns` and `rows` say
-    between which samples each image column and row within the detection's box is interpolated.
+    `mask` is [S, S], including a border of one zero sample on each side. `columns` and `rows` hold
+    the two samples to interpolate for each image column and row within the detection's box.
     Return the run lengths of the thresholded mask in column-major order, zeros first.
     """
     # Interpolate without a matrix product, because BLAS would start threads of its own for that.
@@ -202,8 +202,8 @@ def _counts_from_probabilities(
 def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Concatenate the flat indices of value changes in consecutive chunks of a mask.
 
-    The values before and after a chunk count as 0. If a run of ones continues in the next chunk,
-    both chunks therefore contain the index of their border. Drop this index from both.
+    The values before and after a chunk count as 0. Therefore, if a run of ones continues in the
+    next chunk, the start index of the next chunk occurs in both. Drop both occurrences.
     """
     edges = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
     is_inner = np.zeros(len(edges) + 1, np.bool_)

@@ -37,7 +37,7 @@ class CompiledLosses:
         graphs: bool = False,
         required: bool = True,
     ) -> None:
-        """Prepare the compilation. It runs when the object is first called with an image shape.
+        """Prepare the compilation. The first call with each shape of the image batch compiles.
 
         Args:
             model: Model to train.

@@ -117,7 +117,8 @@ def list_presets() -> None:
 def show(source: str, overrides: tuple[str, ...], as_yaml: bool) -> None:
     """Print each key of CONFIG with its value, description, allowed values and default.
 
-    CONFIG and KEY=VALUE are as in `maskrcnn train`, which would use the printed values.
+    CONFIG and KEY=VALUE are as in `maskrcnn train`. With the same arguments, `maskrcnn train` uses
+    the printed values.
     """
     from .config import load_config, yaml_from_config
 

@@ -17,8 +17,8 @@ from ..plugins.resnet_stem import arranged_weight, resnet_stem
 def fuse_layers(model: MaskRCNN) -> None:
     """Fuse frozen batch norms, shortcuts and ReLUs into the convolutions of a model, in place.
 
-    This saves memory traffic on a GPU. Parameters and their names stay the same. Results differ by
-    rounding only. Outside of autocast, the model computes as before.
+    Fusion saves memory traffic on a GPU. Parameters and their names stay the same. Under autocast,
+    results differ by rounding only. Outside of autocast, the model computes as before.
     """
     for module in model.modules():
         if isinstance(module, Bottleneck) and isinstance(module.bn1, FrozenBatchNorm2d):

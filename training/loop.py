@@ -234,7 +234,7 @@ class TrainingLoop:
     def _save(self, *, final: bool, best: bool = False) -> None:
         """Write a checkpoint on rank 0. Every rank must call this method.
 
-        `final` and `best` are those of `RunFolder.save`.
+        `final` and `best` are passed to `RunFolder.save`.
 
         Raises:
             DivergenceError: A weight is not finite.

@@ -36,7 +36,7 @@ def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
     """Return the run's configuration, and hashes of its training set, to store in checkpoints.
 
     When a run is resumed, `check_resumable` compares the stored values with the current ones. Every
-    rank does so, because each host may have its own copy of the data.
+    rank calls `check_resumable`, because each host may have its own copy of the data.
     """
     ids = ",".join(str(record.id) for record in dataset.records)
     return {

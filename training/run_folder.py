@@ -114,8 +114,8 @@ class RunFolder:
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
         """Write a checkpoint atomically, and its name to `last_checkpoint`.
 
-        Then delete older numbered checkpoints. The latest N up to this iteration stay, where N is
-        the constructor's argument `keep`. If `keep` is None, no checkpoint is deleted.
+        Then delete the numbered checkpoints up to `checkpoint.iteration`, except for the latest
+        `keep`. `keep` is the constructor's argument. If it is None, no checkpoint is deleted.
 
         Args:
             checkpoint: Checkpoint to write.

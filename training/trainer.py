@@ -259,8 +259,8 @@ class Trainer:
     def _counts(self, batches: Sequence[Batch]) -> Tensor:
         """Return the denominators of the five losses [5], summed over the batches of all ranks.
 
-        They are the numbers of sampled anchors (twice), sampled RoIs (twice), and mask pixels of
-        positive RoIs.
+        In the order of `LOSS_NAMES`, these are the numbers of sampled anchors (for two losses),
+        sampled RoIs (for two losses), and mask pixels of positive RoIs.
         """
         # Run on copies of the buffers, so that the statistics of batch norm do not include these
         # images twice.

@@ -140,10 +140,11 @@ def _detect(
     Args:
         records: images to process.
         detect: function that takes image paths and the argument `apply_orientation`, and yields
-            detections or an error per image. `apply_orientation` is whether an image is rotated as
-            its EXIF data says.
-        upright_first: value of `apply_orientation` in the first attempt. Images whose size then
-            differs from the annotated size are processed again with the opposite value.
+            detections or an error per image. `apply_orientation` states whether to rotate images
+            according to their EXIF data.
+        upright_first: value of `apply_orientation` in the first attempt. If this gives an image
+            another size than the annotated one, the image is processed again with the opposite
+            value.
     """
     others = []
     for record, outcome in _pairs(records, partial(detect, apply_orientation=upright_first)):

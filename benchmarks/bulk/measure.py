@@ -136,8 +136,8 @@ def _request_batch(
 ) -> list[ImageRequest]:
     """Return `batch` requests that all have the same input size.
 
-    This size is the one that the largest number of `images` need. If fewer than `batch` images need
-    it, those that need it are repeated.
+    Choose the input size that the largest number of `images` need. If fewer than `batch` images
+    need this size, repeat these images.
     """
     by_bucket: dict[ShapeBucket, list[ImageRequest]] = defaultdict(list)
     for data in images:

@@ -192,8 +192,11 @@ def reset_peak_memory() -> None:
 def peak_memory_mib(kind: MemoryKind) -> float:
     """Return the peak memory use in MiB since `reset_peak_memory`.
 
-    `cpu` is this process's resident memory, `torch` the GPU memory reserved by torch. For `driver`,
-    return the memory of GPU 0 that all processes use now, not a peak.
+    The argument `kind` selects the memory:
+
+    - `cpu`: resident memory of this process.
+    - `torch`: GPU memory reserved by torch.
+    - `driver`: memory of GPU 0 that all processes use now, not a peak.
     """
     # The driver reports no peak. The memory in use comes close to it, because libraries other than
     # torch keep the memory that they have allocated.

@@ -90,7 +90,8 @@ class TorchvisionTrainer:
 
     Initial weights, optimiser, learning-rate schedule and precision are those of a `Trainer` with
     the same configuration. If a step has several batches, this trainer averages the mean losses of
-    the batches, whereas `Trainer` divides the losses' sums over all batches by the total counts.
+    the batches. `Trainer` sums each loss and its denominator over all batches, and divides the two
+    sums.
     """
 
     def __init__(self, config: TrainConfig, worker: Worker) -> None:

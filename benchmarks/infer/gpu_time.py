@@ -148,8 +148,7 @@ def communication_milliseconds(activities: Sequence[GpuActivity]) -> tuple[float
         activities: GPU activities of a step, ordered by start time.
 
     Returns:
-        Milliseconds in which NCCL kernels run, and those of them in which the GPU runs nothing
-        else.
+        Milliseconds in which NCCL kernels run, and milliseconds in which only NCCL kernels run.
     """
     nccl = [activity for activity in activities if activity.name.startswith("nccl")]
     others = [activity for activity in activities if not activity.name.startswith("nccl")]

@@ -62,9 +62,10 @@ class Runner(Protocol):
     """Interface of the runners of all engines."""
 
     def batch_runs(self, images: NDArray[np.uint8]) -> Sequence[BatchRun]:
-        """Return one `BatchRun` of images [B, 3, H, W] for each kind of memory that is supported.
+        """Return one `BatchRun` of images [B, 3, H, W] for each supported kind of memory.
 
-        If there are two, the one for device memory precedes the one for host memory.
+        If both kinds are supported, the `BatchRun` for device memory comes first, then the one for
+        host memory.
         """
 
 
@@ -91,8 +92,8 @@ class EngineChoice:
         """Load the engine for an input size and batches of at most `max_batch` images.
 
         Raises:
-            BundleError: the bundle cannot be read, or lacks the precision or the input size. Also
-                if the model is a checkpoint and the precision int8 or fp8, which needs a bundle.
+            BundleError: the bundle cannot be read, or lacks the precision or the input size. Or
+                the precision is int8 or fp8, and the model is a checkpoint instead of a bundle.
             BackendError: the backend does not run on this machine, or does not support `max_batch`.
             CheckpointError: the file is not a checkpoint, or torchvision has no model of the
                 checkpoint's configuration.

@@ -185,8 +185,8 @@ def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> N
 def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", image: Path) -> None:
     """Check that a server's detections equal those of offline prediction.
 
-    The first validation images are sent to a server of the bundle. Those with the most objects are
-    drawn, with ground truth and detections, to the PNG file `image`.
+    Send the first validation images to a server of the bundle. Of these images, draw the ones with
+    the most annotated objects, with ground truth and detections, to the PNG file `image`.
 
     Raises:
         QuickstartError: a request failed, or the detections differ.

@@ -94,8 +94,8 @@ def serve(
     """Measure a server at given numbers of requests in flight, or at given rates.
 
     SERVER is the host:port of a running server, or a model: a bundle, a checkpoint or a name that
-    `maskrcnn weights list` prints. For a model, a server is started with OPTIONS, which are options
-    of `maskrcnn serve` after `--`.
+    `maskrcnn weights list` prints. For a model, a server is started. OPTIONS, after `--`, are
+    options of `maskrcnn serve` for this server.
     """
     from ...model.weights.zoo import is_zoo_name
     from ...serving.commands.model_reference import bundle_for_backend
@@ -145,8 +145,8 @@ def serve(
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return option values, with a default for --concurrency if it is needed but not given.
 
-    It is needed if no option sets a load. It is also needed with --load, because --load gives rates
-    as fractions of the throughput at --concurrency.
+    If no option sets a load, --concurrency is needed. --load also needs --concurrency, because
+    --load gives rates as fractions of the throughput at --concurrency.
     """
     others = values["rates"] or values["streamed"] or values["http"]
     if not values["concurrencies"] and (values["loads"] or not others):

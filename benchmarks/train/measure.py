@@ -153,7 +153,7 @@ def measure_training(
 
 @contextmanager
 def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
-    """Yield one dict of environment variables per rank. If there is one process, it is empty.
+    """Yield one dict of environment variables per rank. The dict of a single rank is empty.
 
     The variables hold the rank, the number of ranks, and the address of a TCP store that connects
     the ranks. The store exists until the `with` block ends.

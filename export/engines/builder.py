@@ -44,8 +44,8 @@ def profiles_from_batches(
 ) -> tuple[BatchProfile, ...]:
     """Return one TensorRT optimization profile per batch size, optimized for that size.
 
-    A profile also covers the sizes between its own and the next smaller one in `batches`. If
-    `one_per_size` is set, return a profile for each size from 1 to the largest of `batches`.
+    The range of a profile ends at that size, and starts above the next smaller size in `batches`.
+    If `one_per_size` is set, return a profile for each size from 1 to the largest of `batches`.
 
     >>> [(p.min, p.opt, p.max) for p in profiles_from_batches((8, 1))]
     [(1, 1, 1), (2, 8, 8)]

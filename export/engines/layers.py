@@ -52,8 +52,8 @@ class Layer:
     def compute_types(self) -> frozenset[str]:
         """Floating-point types and int8 among the types of the layer's inputs.
 
-        Types of indices and booleans, and uint8 of images, are left out. If no type remains, the
-        property holds the type of the weights.
+        Types of indices and booleans, and uint8 of images, are left out. If no input type remains,
+        the value is the type of the weights, or empty if that is unknown.
         """
         read = frozenset(t.dtype for t in self.inputs) & _ARITHMETIC
         return read or frozenset({self.weights_dtype}) & _ARITHMETIC

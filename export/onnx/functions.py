@@ -33,9 +33,10 @@ def NmsKeep(  # noqa: N802
 
     Inputs are boxes [N, K, 4] (xyxy), in descending order of score within each set, and classes
     [N, K], negative for padding. The output is a mask [N, K] int32: 1 for each kept box, else 0.
-    Each iteration compares a box with the earlier boxes of its set and class that the previous
-    iteration kept, and keeps it if no IoU exceeds `iou_threshold`. The loop ends when the mask no
-    longer changes. At most `max_keep` boxes of each set are kept, or any number if `max_keep` is 0.
+    Each iteration compares a box with the earlier boxes of the same set and class that the previous
+    iteration kept. The box is kept if no IoU exceeds `iou_threshold`. The loop ends when the mask
+    no longer changes. At most `max_keep` boxes of each set are kept, or any number if `max_keep` is
+    0.
     """
     x1, y1, x2, y2 = op.Split(boxes, num_outputs=4, axis=2)
     area = (x2 - x1) * (y2 - y1)

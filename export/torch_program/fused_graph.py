@@ -172,7 +172,7 @@ def _is_pointwise(weight: Node, stride: list[int], padding: list[int]) -> bool:
 def _fusion_after(node: Node) -> _Fusion:
     """Return which addition and which ReLU can be fused with the convolution `node`.
 
-    Both are optional, so the result may be the convolution alone.
+    If neither can be fused, the result describes the convolution alone.
 
     The addition must be the only reader of the convolution's result. The ReLU must be the only
     reader of the addition's result or, without an addition, of the convolution's result.

@@ -50,8 +50,8 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
 class _FusedStem(nn.Module):
     """Stem of the ResNet, including pixel normalization, as one kernel.
 
-    Its `forward` is called instead of the method `MaskRCNN.stem`, and computes the same. It holds
-    the parameters of the ResNet's first convolution, and takes that convolution's place.
+    This module's `forward` replaces the method `MaskRCNN.stem`, and computes the same. The module
+    holds the parameters of the ResNet's first convolution, and replaces that convolution.
     """
 
     def __init__(self, model: MaskRCNN) -> None:

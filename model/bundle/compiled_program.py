@@ -105,7 +105,7 @@ def load_compiled_program(path: Path, precision: Precision, device: torch.device
     Args:
         path: file of the compiled program.
         precision: precision of the program. TF32 arithmetic is allowed only for `tf32`.
-        device: a GPU with its index, or the CPU, as when the program was compiled.
+        device: a GPU with its index if the program was compiled for a GPU, else the CPU.
     """
     file = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
     weights = [weight.to(device) for weight in file["weights"]]

@@ -49,8 +49,9 @@ def convert(
 
     FILE is a Mask R-CNN of torchvision, detectron2, maskrcnn-benchmark, NVIDIA or Caffe2's
     Detectron, recognised by its content. It can also be a URL, or a name of `maskrcnn weights
-    list`. Settings that the file does not hold get the defaults of its origin, which are printed.
-    KEY=VALUE overrides one, as in `backbone.stride_in_1x1=false` or `preprocessing.min_size=1024`.
+    list`. If the file lacks a setting, the default of the program that wrote the file is used and
+    printed. KEY=VALUE overrides a setting, as in `backbone.stride_in_1x1=false` or
+    `preprocessing.min_size=1024`.
     """
     from ..checkpoint import save_checkpoint
     from .references import convert_reference

@@ -99,10 +99,10 @@ def checkpoint_from_weights(
     Args:
         weights: weights of a whole Mask R-CNN.
         overrides: settings of `ConversionConfig` in the form `key.path=value`. They take precedence
-            over settings in `weights`, which are partly assumed.
+            over settings in `weights`, some of which are assumed.
         categories: COCO annotation file that names the classes. None: use `default_categories`.
-        other_channel_order: whether the network's channel order (RGB or BGR) is not the usual one
-            of the program that wrote the weights.
+        other_channel_order: whether the network takes RGB although the program that wrote the
+            weights usually takes BGR, or the reverse.
 
     Raises:
         WeightsError: the weights hold a backbone only, or do not fit the configuration.
@@ -148,7 +148,7 @@ def checkpoint_from_weights(
 def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> ConversionConfig:
     """Build a configuration from settings and overrides.
 
-    Keys that neither of the two contain have their default values. An override of the form
+    A key that is in neither of the two has its default value. An override of the form
     `key.path=value` takes precedence over a setting with the same key.
 
     Raises:

@@ -35,7 +35,8 @@ def _stage_rules(theirs: str, ours: str) -> Rules:
 def _conv_rules(theirs: str, ours: str) -> Rules:
     """Return the renaming rules for a convolution and its optional normalisation.
 
-    `theirs` is the regular expression of detectron2's module name, `ours` this model's name.
+    `theirs` is the regular expression of detectron2's module name, `ours` this model's module
+    name.
     """
     return (
         (rf"{theirs}\.norm\.(\w+)", rf"{ours}.1.\1"),

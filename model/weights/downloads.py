@@ -70,10 +70,11 @@ def weights_path(reference: str | Path) -> Path:
 
 
 def mirror_checksums() -> dict[str, Checksum]:
-    """Return the checksums that replace those of published weights files, by file name.
+    """Return the user's checksums of weights files, by file name.
 
-    The environment variable `MASKRCNN_ZOO_CHECKSUMS` names the file with these checksums. If it is
-    not set, the dictionary is empty.
+    They take precedence over the checksums of published models. The environment variable
+    `MASKRCNN_ZOO_CHECKSUMS` is the path of the file that lists them. If the variable is not set,
+    the dictionary is empty.
 
     Raises:
         DownloadError: The file with the checksums cannot be read.

@@ -37,8 +37,8 @@ def read_weights(path: Path, config: Path | None = None) -> Weights:
 
     Args:
         path: the weights file.
-        config: detectron2's configuration file of the model. None: if the weights are detectron2's,
-            use `config.yaml` in the same folder, if there is one.
+        config: detectron2's configuration file of the model. None: for weights of detectron2, use
+            `config.yaml` in the folder of the weights if this file exists.
 
     Raises:
         CheckpointError: the file cannot be read, or is of an unsupported program or model.

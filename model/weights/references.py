@@ -30,8 +30,8 @@ def read_reference(reference: str | Path, config: Path | None = None) -> Weights
 
     Args:
         reference: path, http(s) URL, name of a published model, or torchvision's name of weights.
-        config: detectron2's configuration file of the model. None: if the weights are detectron2's,
-            use `config.yaml` in the same folder, if there is one.
+        config: detectron2's configuration file of the model. None: for weights of detectron2, use
+            `config.yaml` in the folder of the weights if this file exists.
 
     Raises:
         CheckpointError: the file cannot be read, or is of an unsupported program or model.
@@ -68,13 +68,13 @@ def convert_reference(
     Args:
         reference: path, http(s) URL, name of a published model, or torchvision's name of weights.
         overrides: settings of `ConversionConfig` in the form `key.path=value`. They take precedence
-            over the settings of the weights, which are partly assumed.
+            over the settings of the weights, some of which are assumed.
         categories: COCO annotation file that names the classes. None: use the classes of the
             published model, or else `default_categories`.
-        other_channel_order: whether the network's channel order (RGB or BGR) is not the usual one
-            of the program that wrote the weights.
-        config: detectron2's configuration file of the model. None: if the weights are detectron2's,
-            use `config.yaml` in the same folder, if there is one.
+        other_channel_order: whether the network takes RGB although the program that wrote the
+            weights usually takes BGR, or the reverse.
+        config: detectron2's configuration file of the model. None: for weights of detectron2, use
+            `config.yaml` in the folder of the weights if this file exists.
 
     Raises:
         CheckpointError: the file cannot be read or converted, is a checkpoint of this program, or

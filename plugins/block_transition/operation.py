@@ -1,10 +1,10 @@
 """`maskrcnn::block_transition`: end of a residual block, and first convolution of the next one.
 
 Contract of all implementations: the result of a residual block's last convolution and the block's
-shortcut are added, pass a ReLU, and are rounded to the data type of the tensors. The first
-convolution of the next block, with a ReLU, reads the rounded values. The CUDA kernel keeps all
-weights in shared memory, so the operation supports only blocks with few channels.
-`can_fuse_transition` returns whether it supports a block.
+shortcut are added. The sum passes a ReLU and is rounded to the data type of the tensors. The first
+convolution of the next block reads the rounded values, and its result passes a ReLU too. The CUDA
+kernel keeps all weights in shared memory, so the operation supports only blocks with few channels.
+`can_fuse_transition` tests whether a block is supported.
 """
 
 # In the first stage of a ResNet-50 or larger, memory traffic determines how long these layers take.

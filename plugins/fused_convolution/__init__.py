@@ -1,8 +1,8 @@
 """Convolutions that are fused with the bias, the shortcut and the ReLU after them.
 
-The operations of the namespace `maskrcnn` are `convolution_relu`, `cudnn_convolution`,
-`pointwise_convolution` and `gemm_convolution`, each of one convolution, and `expand_reduce` of two
-successive 1x1 convolutions.
+The operations are in torch's namespace `maskrcnn`. `convolution_relu`, `cudnn_convolution`,
+`pointwise_convolution` and `gemm_convolution` compute one convolution each. `expand_reduce`
+computes two successive 1x1 convolutions.
 """
 
 from .expand_reduce import expand_reduce

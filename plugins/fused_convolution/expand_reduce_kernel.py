@@ -69,8 +69,9 @@ def _expand_reduce(  # type: ignore[no-untyped-def]
 ):
     """Compute both 1x1 convolutions of `expand_reduce` as matrix products over the pixels.
 
-    All maps are [pixels, channels]. A program computes BLOCK_M pixels, and the first product in
-    steps of BLOCK_N channels. The second product does not read the first one back from GPU memory.
+    All maps are [pixels, channels]. A thread block computes both results for BLOCK_M pixels, the
+    first result in steps of BLOCK_N channels. The second product does not read the first result
+    back from GPU memory.
     """
     pixel = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_pixel = (pixel < pixels)[:, None]

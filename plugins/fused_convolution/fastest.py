@@ -31,8 +31,8 @@ _measuring = threading.Lock()
 def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) -> Tensor:
     """Run the fastest implementation of an operation in the current stream.
 
-    The first call with a key measures all implementations, unless an earlier process did so. If a
-    CUDA graph is being captured, they cannot be measured: if the key is new, this call runs the
+    The first call with a key measures all implementations, unless an earlier process has measured
+    them. While a CUDA graph is being captured, nothing is measured: a call with a new key runs the
     first supported implementation. The GPU of the operation must be current.
 
     Args:

@@ -98,9 +98,9 @@ def gemm_convolution(
 ) -> Tensor:
     """Compute a 1x1 convolution with N output channels, plus an optional residual map and ReLU.
 
-    On a GPU, the first call with new shapes measures cuBLASLt's algorithms and, with a residual,
-    also the Triton kernel of `pointwise_convolution`; the fastest one is used, also by later
-    processes. The operation supports neither strides nor upsampling.
+    On a GPU, the first call with new shapes measures cuBLASLt's algorithms. With a residual, it
+    also measures the Triton kernel of `pointwise_convolution`. The fastest implementation is used,
+    also by later processes. The operation supports neither strides nor upsampling.
 
     Args:
         images: [B, C, H, W]; on a GPU float16 or bfloat16.

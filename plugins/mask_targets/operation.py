@@ -2,9 +2,9 @@
 
 Contract of all implementations: a RoI is divided into M x M cells, and its mask is pooled by
 torchvision's RoIAlign (He et al., Mask R-CNN) with `aligned=False`. A RoI side below one pixel is
-enlarged to one pixel. A cell has as many samples per axis as it spans mask pixels, rounded up. The
-argument `matched` holds the mask index of each RoI. The target is zero if the index is out of
-range, if the box is not finite, or if a cell spans 2 ** 24 pixels or more.
+enlarged to one pixel. Along each axis, a cell has one sample per mask pixel that it spans, rounded
+up. The argument `matched` holds the mask index of each RoI. The target is zero if the index is out
+of range, if the box is not finite, or if a cell spans 2 ** 24 pixels or more.
 """
 
 from collections.abc import Iterator
@@ -143,7 +143,7 @@ def _measurable(boxes: Tensor, side: int) -> Tensor:
 def _averages(mask: Tensor, boxes: Tensor, side: int) -> Tensor:
     """Pool a mask [H, W] in K boxes [K, 4] by RoIAlign, and return [K, M, M] with M = `side`.
 
-    A box that is not finite or too large gives zeros.
+    A box that is too large or not finite gives zeros.
     """
     averages = torch.zeros(len(boxes), side, side)
     if mask.numel() > 0:

@@ -19,9 +19,9 @@ def match_boxes_kernel(
 ) -> Kernel:
     """Return the kernel that matches candidates (anchors or RoIs) to ground-truth boxes by IoU.
 
-    If `low_quality`, the candidates of highest IoU with each ground-truth box become positive too.
-    The kernel then has two more outputs, the highest IoU of each candidate and of each ground-truth
-    box, from which the kernel `MATCH_BEST` determines these candidates.
+    If `low_quality`, the kernel has two more outputs: the highest IoU of each candidate and of each
+    ground-truth box. With them, the kernel `MATCH_BEST` makes the candidates of highest IoU with
+    each ground-truth box positive too.
     """
     constants = (
         ("FOREGROUND_IOU", float(foreground_iou)),

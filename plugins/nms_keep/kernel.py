@@ -58,7 +58,7 @@ def overlaps_launch(sets: int, boxes: int) -> Launch:
 
     Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output is
     suppressors [sets, tiles, boxes] int64. A tile is 64 consecutive boxes. Entry [s, t, b] is a bit
-    mask for tile t: bit i is set if box 64 * t + i, when it is kept, suppresses box b.
+    mask for tile t: bit i is set if box b is suppressed when box 64 * t + i is kept.
     """
     tiles = number_of_tiles(boxes)
     return Launch((tiles, tiles, sets), (_TILE_THREADS, 1, 1), (boxes,))

@@ -60,8 +60,8 @@ def pyramid_roi_align(
             float64.
         rois: [B, R, 4] float32, xyxy in input pixels.
         output_size: height and width P of the pooled features.
-        sampling_ratio: bilinear samples per pooled cell and axis. 0: as many as the pooled cell
-            spans feature cells, rounded up.
+        sampling_ratio: bilinear samples per pooled cell and axis. 0: one per feature cell that
+            the pooled cell spans, rounded up.
         spatial_scales: feature cells per input pixel of each level. Scales are powers of two, each
             half of the scale before it.
         canonical_level: level of RoIs of the canonical size, as the log2 of the level's stride.

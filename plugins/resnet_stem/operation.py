@@ -26,12 +26,12 @@ _PIXEL_TYPES: dict[torch.dtype, PixelType] = {torch.uint8: "unsigned char", torc
 
 
 def arranged_weight(weight: Tensor) -> Tensor:
-    """Return a weight [64, 3, 7, 7] in the order in which the kernel reads it, [14, 4, 32, 8].
+    """Return a weight [64, 3, 7, 7] in the order in which the CUDA kernel reads it, [14, 4, 32, 8].
 
     The weight is padded with zeros to [64, 4, 7, 8]. The first axis counts the steps of the matrix
-    product, two per kernel row. Each step covers 4 pixels of a row with 4 channels. The second axis
-    counts groups of 16 output channels. The last two axes are the threads of a warp, and the values
-    that a thread reads.
+    product, two per row of the 7x7 window. Each step covers 4 pixels of a row with 4 channels. The
+    second axis counts groups of 16 output channels. The last two axes are the threads of a warp,
+    and the values that a thread reads.
     """
     padded = F.pad(weight, (0, 1, 0, 0, 0, 1)).reshape(tuple(_SPLIT.values()))
     names = list(_SPLIT)

@@ -29,8 +29,8 @@ def rgb_from_ycbcr(lumas: Sequence[Tensor], chromas: Sequence[Tensor]) -> list[T
 
     Args:
         lumas: B >= 1 planes [h, w] uint8.
-        chromas: B tensors [2, ch, cw] uint8, the planes Cb and Cr of each image. `ch` is h, or half
-            of it rounded up; `cw` likewise. [2, 0, 0]: the image is grey.
+        chromas: B tensors [2, ch, cw] uint8, the planes Cb and Cr of each image. `ch` is h or
+            ceil(h / 2), and `cw` is w or ceil(w / 2). [2, 0, 0]: the image is grey.
 
     Returns:
         B images [3, h, w] uint8.

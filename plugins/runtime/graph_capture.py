@@ -54,10 +54,11 @@ def captured_graph(
     """Capture a function as a CUDA graph. A replay zeroes all small workspaces by one memset.
 
     A workspace is small if it has at most 16 KiB and fits into the 1 MiB that the graph's
-    workspaces share. The memsets of the libraries in this memory are removed from the graph.
+    workspaces share. The memsets by which libraries zero small workspaces are removed from the
+    graph.
 
     Args:
-        function: function that queues the work to capture in the current stream.
+        function: function that queues work in the current stream. This work is captured.
         pool: result of `torch.cuda.graph_pool_handle`.
         device: GPU of the work.
 

@@ -49,7 +49,7 @@ def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launc
     """Return the grid, block and scalar arguments of `prune_kernel` for L parts.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, L, C] int32. These are, for each part, ascending indices into the row of values; C is the
+    [rows, L, C] int32. A part's candidates are ascending indices into the row of values. C is the
     largest number of candidates of a part. If the tensor of candidates is empty, all entries of a
     part are candidates. The output is the indices of the remaining candidates, ascending,
     [rows, L, survivors(C, k)] int32.

@@ -110,8 +110,8 @@ class Validation:
         """On rank 0, draw validation images with a model's detections to a PNG file.
 
         The key `evaluation.draw_images` is the number of images. After 10 %, 30 % and 100 % of the
-        run's iterations, `progress.png` is also written. It joins those of the three drawings that
-        exist already.
+        run's iterations, the drawings made so far at these three points are also joined into
+        `progress.png`.
 
         Args:
             model: Model to evaluate. It is not changed.

@@ -70,10 +70,10 @@ def _last_part(name: str) -> str:
 
 
 def _files_named(folder: Path, names: set[str]) -> defaultdict[str, list[Path]]:
-    """Find files with the given names in a folder, at any depth.
+    """Find files with the given names in a folder, at any depth. Ignore the case of letters.
 
-    Files whose names differ from `names` only in the case of letters are included. Return lists of
-    paths by the actual name of the files.
+    The keys of the result are the actual file names. Each value lists the paths of the files with
+    this name.
     """
     found = defaultdict(list)
     folded = {name.casefold() for name in names}

@@ -122,8 +122,8 @@ def _is_named(place: Path, split: str) -> bool:
 def _lists_other_images(place: Path, names: Sequence[str], by_split: Mapping[str, Path]) -> bool:
     """Whether a folder belongs to another split that has images with the same file names.
 
-    `names` are file names of the split whose folder is searched. True: `place` is named after a
-    split in `by_split`, and the annotation file of that split lists one of `names`.
+    `names` are image file names of the split whose image folder is wanted. The result is True if
+    `place` is named after a split in `by_split` whose annotation file lists one of `names`.
     """
     owners = (file for split, file in by_split.items() if _is_named(place, split))
     return any(not set(names).isdisjoint(_file_names(file)) for file in owners)

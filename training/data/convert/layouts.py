@@ -157,8 +157,8 @@ def _coco_layout(folder: Path) -> DataLayout:
 def _splits_beside_images(folder: Path, files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
     """Return the splits of a data set whose COCO files are directly in its folder.
 
-    `folder` is the folder of the data set. The image folders are looked for in it. `files` maps
-    the names of splits to COCO files.
+    `folder` is the folder of the data set, and is searched for image folders. `files` maps the
+    names of splits to COCO files.
     """
     if len(files) > 1:
         return _layout_splits(pair_splits(folder, files))

@@ -186,7 +186,7 @@ def _convert(
     Args:
         image: Image file.
         labels: Label file by image file. An image without an entry has no objects.
-        folder: Base folder of the relative paths that name invalid lines and images.
+        folder: Folder to which the paths in faults and errors are relative.
         known: Valid class numbers.
 
     Raises:

@@ -51,10 +51,10 @@ def find_images(folder: Path, root: str, value: Any) -> FoundImages:
 
 
 def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
-    """Find label files without an image, in folders of known label files. Sort them by path.
+    """Find label files that have no image. Return their paths in sorted order.
 
     Args:
-        label_files: Known label files, by image file. Their folders are searched.
+        label_files: Known label files, by image file. The folders of these files are searched.
     """
     image_folders: dict[Path, set[Path]] = defaultdict(set)
     for image, labels in label_files.items():

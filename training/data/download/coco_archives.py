@@ -89,7 +89,8 @@ def coco_archives(
     Args:
         edition: Edition of COCO.
         parts: Parts to include. Empty: all parts.
-        md5s: MD5 by file name. It replaces the published MD5, for archives that differ on a mirror.
+        md5s: MD5s by file name, for archives that differ on a mirror. They replace the published
+            MD5s.
     """
     archives = {part: a for part, a in _ARCHIVES[edition].items() if not parts or part in parts}
     return {

@@ -33,8 +33,8 @@ def missing_members(
 def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_progress) -> int:
     """Extract the members of an archive that are missing or altered in a folder.
 
-    Files are first written to a hidden folder. After the CRCs of all of them are checked, they are
-    moved to `folder`. A crash therefore leaves no partial file in `folder`.
+    Files are first written to a hidden folder. When the CRCs of all files have been checked, the
+    files are moved to `folder`. A crash therefore leaves no partial file in `folder`.
 
     Args:
         archive: Zip file with one top-level folder of the same name as `folder`.

@@ -37,8 +37,9 @@ _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing fi
 def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> None:
     """Divide a COCO annotation file.
 
-    Writes OUT/train.json, OUT/val.json and OUT/test.json. A hash of its file name assigns each
-    image to a part, so an image stays in its part when the data set grows. Images are not copied.
+    Writes OUT/train.json, and OUT/val.json and OUT/test.json if their shares are above 0. Each
+    image is assigned to a file by a hash of the image's name, so the assignment stays the same when
+    the data set grows. Images are not copied.
     """
     shares = {name: share for name, share in (("val", val), ("test", test)) if share > 0}
     if not 0 < sum(shares.values()) < 1:
@@ -87,9 +88,10 @@ def merge(
 ) -> None:
     """Merge COCO annotation files into the file OUT.
 
-    Classes of the same name become one. If several files list the same image file, its annotations
-    are joined, and equal annotations become one. Images are not copied: file names become relative
-    to the deepest folder that contains all image folders, which is the image folder of OUT.
+    Classes of the same name become one. If several annotation files list the same image, OUT has
+    one image with all its annotations, and equal annotations become one. Images are not copied. The
+    image folder of OUT is the deepest folder that contains all image folders. File names in OUT are
+    relative to this folder.
     """
     if len(images) != len(annotations) or len(images) < 2:
         raise click.UsageError("give --images and --annotations for each of two or more data sets")

@@ -30,8 +30,9 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
     Args:
         content: The data set.
         shares: Share of the images, 0 to 1, by name of the part, such as `val`, without `train`.
-            The parts are filled in the order of this mapping. Each gets at least one annotated
-            image as long as more than one (with its copies) is left. `train` gets the rest.
+            The parts are filled in the order of this mapping. If more than one annotated image is
+            left, a part gets at least one. An image and its copies count as one. `train` gets the
+            rest.
 
     Returns:
         Content by name of the part, with `train` first.

@@ -126,7 +126,7 @@ def _contradicts(areas: _Floats, measured: _Measurements) -> _Bools:
     """Whether each annotated area differs too much from the area of its segmentation, `[N]`.
 
     `areas` is `[N]`, in square pixels; `measured` has the measurements of the N segmentations. If
-    a polygon of a segmentation crosses or touches itself, the value for its annotation is False.
+    a segmentation has a polygon that crosses or touches itself, the result for it is False.
     """
     slack = np.maximum(_AREA_TOLERANCE, measured.length / 2)
     low = (1 - _AREA_RELATIVE_TOLERANCE) * measured.min_area - slack
@@ -139,7 +139,7 @@ def _contradicts(areas: _Floats, measured: _Measurements) -> _Bools:
 def _is_duplicate(group_N: NDArray[np.int64], boxes_N4: _Floats) -> _Bools:
     """Whether each of N boxes (xyxy) nearly equals an earlier box of the same group, `[N]`.
 
-    `group_N` is the number of each box's group. A group is the boxes of one class in one image.
+    `group_N` identifies the group of each box. A group is the boxes of one class in one image.
     """
     # Comparing all pairs would be slow in crowded images. Therefore sort the boxes by their left
     # side, and compare each box with its successors until they are too far to the right for a high

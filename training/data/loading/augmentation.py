@@ -59,8 +59,8 @@ class Augmentation:
     def min_size(self, min_size: int) -> int:
         """Return the shorter side in pixels to resize an image to.
 
-        This is `min_size` or, with the probability of the transform `RandomShortestSize`, a random
-        one of its sizes.
+        With the probability of the transform `RandomShortestSize`, this is a random one of the
+        transform's sizes. Otherwise, it is the argument `min_size`.
         """
         if isinstance(self._resize, RandomShortestSizeConfig) and _happens(self._resize):
             sizes = self._resize.min_size

@@ -110,10 +110,10 @@ class GlobalBatches:
 def repeat_factors(records: Sequence[ImageRecord], threshold: float | None) -> NDArray[np.float64]:
     """Return the average number of times that an epoch shows each image, [n].
 
-    If `threshold` is None, the result is the `weight` of the record: 1, or the weight of its data
-    set in `data.extra_train`. Otherwise, the result is the weight times the repeat factor of Gupta
-    et al. (LVIS, 2019): max(1, sqrt(threshold / f)). Here, f is the number of images with the
-    rarest class of the image in question, divided by the number of all images.
+    If `threshold` is None, the result is the `weight` of each record: 1, or the weight that
+    `data.extra_train` gives to the image's data set. Otherwise, the result is the weight times the
+    repeat factor of Gupta et al. (LVIS, 2019): max(1, sqrt(threshold / f)). Here, f is the share of
+    all images that contain the image's rarest class.
     """
     weights = np.array([record.weight for record in records])
     if threshold is None:
@@ -126,7 +126,7 @@ def repeat_factors(records: Sequence[ImageRecord], threshold: float | None) -> N
 
 
 class TrainSampler(Sampler[BatchPlan]):
-    """PyTorch `Sampler` of the images that one rank loads of each global batch.
+    """PyTorch `Sampler` of the images that one rank loads from each global batch.
 
     A global batch is split into `parts * world_size` contiguous slices, where `parts` is the number
     of accumulation steps. In step `part`, a rank loads slice `part * world_size + rank`.

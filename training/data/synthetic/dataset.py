@@ -179,7 +179,7 @@ _Pieces = tuple[list[NDArray[np.float64]], list[NDArray[np.uint32]]]
 def _rings_from_coverage(coverage: NDArray[np.float32]) -> list[NDArray[np.float64]]:
     """Return the outline `[N, 2]` (x, y) in pixels of each visible piece of an object.
 
-    `coverage` is `[H, W]`, the share of each pixel of the image that the object visibly covers.
+    `coverage` is `[H, W]`, the fraction of each image pixel in which the object is visible.
     Pieces below `_MIN_PIECE_PIXELS` are left out. The list is empty if a piece has holes.
     """
     height, width = coverage.shape

@@ -125,7 +125,7 @@ def _paint(rng: Generator, image: Texture, figure: _Figure) -> None:
 def _relief(coverage: NDArray[np.float32], radius: float) -> Texture:
     """Return brightness factors `[h, w, 1]` that decrease towards the edge of a shape.
 
-    `coverage` is `[h, w]`, the share of each pixel that the shape covers. `radius` is the radius of
+    `coverage` is `[h, w]`, the fraction of each pixel inside the shape. `radius` is the radius of
     the shape in pixels.
     """
     blurred = _blur(coverage, 0.15 * radius)
