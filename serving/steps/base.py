@@ -55,6 +55,9 @@ class Step(NamedTuple):
     run: Callable[[Any], Any]
     # Number of batches that may be in this step at once. 1 keeps batches in order.
     threads: int
+    # Whether the step belongs to the section of the previous step. While a batch is in a section of
+    # several steps, other batches wait to enter it.
+    continues_section: bool = False
 
 
 class BatchSteps(Protocol):
@@ -75,20 +78,26 @@ class BatchSteps(Protocol):
 class StepChain:
     """Callable that runs all steps on a batch in the calling thread. Thread-safe.
 
-    At most `Step.threads` batches run in a step concurrently. Further batches wait for the step.
+    At most `Step.threads` batches run in a section of steps concurrently. Further batches wait
+    until the section is free.
     """
 
     # One thread per batch, not one per step: fewer threads then compete for the GIL.
 
     def __init__(self, steps: BatchSteps) -> None:
-        self._steps = [(step.run, BoundedSemaphore(step.threads)) for step in steps.steps]
+        self._sections: list[tuple[list[Callable[[Any], Any]], BoundedSemaphore]] = []
+        for step in steps.steps:
+            if not step.continues_section:
+                self._sections.append(([], BoundedSemaphore(step.threads)))
+            self._sections[-1][0].append(step.run)
 
     def __call__(self, requests: Sequence[ImageRequest]) -> list[Outcome]:
         """Run the steps on a batch of one input size. Return each image's detections or error."""
         batch: Any = requests
-        for run, free in self._steps:
+        for runs, free in self._sections:
             with free:
-                batch = run(batch)
+                for run in runs:
+                    batch = run(batch)
         outcomes: list[Outcome] = batch
         return outcomes
 

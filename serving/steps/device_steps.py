@@ -97,12 +97,15 @@ class DeviceSteps:
         )
         self._computing = self._module.Stream()
         self._waiting = threading.Lock()
+        # The steps from "decode" to "paste" only queue work on the GPU, by hundreds of short calls
+        # that release the GIL. If several threads were in these steps at once, each call would have
+        # to wait for the GIL again, which costs far more than the calls.
         self.steps = (
             Step("read", self._read, self.concurrency),
             Step("decode", self._decode, 1),
-            Step("pad", self._prepare, 1),
-            Step(MODEL_STEP, self._infer, 1),
-            Step("paste", self._paste, 1),
+            Step("pad", self._prepare, 1, continues_section=True),
+            Step(MODEL_STEP, self._infer, 1, continues_section=True),
+            Step("paste", self._paste, 1, continues_section=True),
             Step("select", self._encode, self.concurrency),
         )
 
