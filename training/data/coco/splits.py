@@ -97,7 +97,7 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
     places = [*_subfolders(folder), *_subfolders(common)]
     named = [place for place in places if _is_named(place, split)]
     named.sort(key=lambda place: len(place.name), reverse=True)
-    others = [other for other in by_split if other != split]
+    others = {other: own for other, own in by_split.items() if other != split}
     # Use `images/` itself only if other splits have no folders in it. Otherwise, the images of
     # several splits may have the same names.
     if common.is_dir() and not any(_is_named(p, o) for p in _subfolders(common) for o in others):
@@ -105,7 +105,8 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
     names = list(islice(_file_names(file), _LOOKUPS))
     for place in (*named, folder, *places):
         is_found = any(os.path.isfile(place / name) for name in names)
-        if is_found and (place in named or not _lists_other_images(place, names, by_split)):
+        unconditional = place in named or place == folder
+        if is_found and (unconditional or not _lists_other_images(place, names, others)):
             return place
     return next(iter(named), None)
 
@@ -119,13 +120,14 @@ def _is_named(place: Path, split: str) -> bool:
     return split.endswith(name) or _SYNONYMS.get(name, name) == _SYNONYMS.get(split, split)
 
 
-def _lists_other_images(place: Path, names: Sequence[str], by_split: Mapping[str, Path]) -> bool:
+def _lists_other_images(place: Path, names: Sequence[str], others: Mapping[str, Path]) -> bool:
     """Whether a folder belongs to another split that has images with the same file names.
 
-    `names` are image file names of the split whose image folder is wanted. The result is True if
-    `place` is named after a split in `by_split` whose annotation file lists one of `names`.
+    `names` are image file names of the split whose image folder is wanted, `others` the annotation
+    files of the other splits. The result is True if `place` is named after one of the other splits,
+    and its annotation file lists one of `names`.
     """
-    owners = (file for split, file in by_split.items() if _is_named(place, split))
+    owners = (file for split, file in others.items() if _is_named(place, split))
     return any(not set(names).isdisjoint(_file_names(file)) for file in owners)
 
 

@@ -88,6 +88,15 @@ def test_a_folder_may_have_a_synonym_of_the_split(tmp_path: Path, split: str) ->
     assert find_splits(tmp_path)[split].images == tmp_path / "val"
 
 
+@pytest.mark.parametrize("name", ["train", "val"])
+def test_the_data_set_folder_may_have_the_name_of_a_split(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    create(folder, "0.jpg", "annotations/")
+    text = '{"images": [{"file_name": "0.jpg"}]}'
+    (folder / "annotations/train.json").write_text(text)
+    assert find_splits(folder)["train"].images == folder
+
+
 def test_splits_may_share_a_folder(tmp_path: Path) -> None:
     """`maskrcnn data split` writes such files."""
     create(tmp_path, "train/0.jpg", "train/1.jpg", "annotations/")
