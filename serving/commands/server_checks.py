@@ -17,8 +17,8 @@ from ..backends.loading import BACKENDS, check_backend, choose_backend, served_p
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
 from ..front_ends.server import front_end_count
-from ..pipeline.decode_memory import decode_memory_limit
 from ..pipeline.served_model import ModelSource
+from ..pipeline.shared_resources import decode_memory_limit
 from ..rpc.certificates import server_certificate
 from ..rpc.listener import check_port
 from ..rpc.message_reader import MESSAGES_PER_SLOT

@@ -10,7 +10,7 @@ from ...protos.inference import open_inference_pb2 as pb
 from ..config import ServeConfig
 from ..detections import DetectionOptions, Detections, MaskFormat, TimedResponse, Timing
 from ..errors import InvalidRequestError
-from ..pipeline.deadlines import request_deadline
+from ..pipeline.admission import request_deadline
 from ..pipeline.pipeline import InferenceRequest, Pipeline
 from ..pipeline.served_model import ServedModel
 from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions

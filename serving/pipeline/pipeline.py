@@ -13,8 +13,7 @@ from ..steps.host_steps import HostProcessor
 from ..steps.preprocessing import SourceImage
 from .admission import AdmissionController
 from .batching import BatchResult
-from .model_lifecycle import ModelLifecycle
-from .served_model import ModelBatcher, ModelSource, ServedModel
+from .served_model import ModelBatcher, ModelLifecycle, ModelSource, ServedModel
 from .shared_resources import SharedResources
 from .threads import TimedResult, timed
 

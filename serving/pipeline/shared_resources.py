@@ -1,15 +1,38 @@
-"""Resources that all models of a server share."""
+"""Resources that all models of a server share: threads, decode memory, limits per client."""
 
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Final
+
+from ...model.host_resources import memory_limit
+from ...model.image_limits import ImageError
 from ..config import ServeConfig
+from ..errors import QueueFullError, RateLimitError
 from ..monitoring.telemetry import Telemetry
-from .decode_memory import DecodeMemory, decode_memory_limit
-from .open_calls import OpenCalls
-from .rate_limits import RateLimits
 from .threads import FairThreadPool
 
 # Maximum number of open gRPC calls per admission slot. This limits the responses that are held in
 # memory for slow clients.
 _CALLS_PER_SLOT = 8
+
+# Maximum number of open calls of a connection per call that can still be opened.
+_CALLS_PER_FREE_CALL = 8
+
+# Client of the current task: a hash of its token, or its host if the server has no tokens.
+current_client: Final = ContextVar("current_client", default="")
+
+# Number of clients above which those without recent requests are forgotten.
+_MAX_CLIENTS: Final = 10_000
+
+# The default budget is the memory limit divided by this number. Messages, model and workers need
+# the rest.
+_PARTS_OF_LIMIT = 4
+# The budget divided by this number is set aside for small images.
+_PARTS_OF_BUDGET = 4
 
 
 class SharedResources:
@@ -24,3 +47,223 @@ class SharedResources:
         self.threads = FairThreadPool(config.threads)
         # Memory of the images in decoding.
         self.decode_memory = DecodeMemory(decode_memory_limit(config), config.threads)
+
+
+class OpenCalls:
+    """Counter of the open calls of each connection, with a limit.
+
+    The server accepts at most `limit` open calls in total. If it can accept F more calls, each
+    connection may have up to 8 * F open calls (dynamic thresholds; Choudhury and Hahne, 1998). A
+    single connection can thus open about 8/9 of `limit`, because F is then 1/9 of `limit`. If a
+    second connection opens calls, F falls, and the first connection cannot open new calls until
+    enough of its calls have ended. Each of the two connections can then have about 8/17 of `limit`.
+    A call that exceeds the total or the connection's limit is rejected immediately. It does not
+    wait, because calls can stay open for hours.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open = Counter[str]()
+
+    def add(self, peer: str) -> None:
+        """Count a call as open until `remove` is called.
+
+        Args:
+            peer: gRPC peer of the call; it identifies the client's connection.
+
+        Raises:
+            QueueFullError: the server or the connection has too many open calls.
+        """
+        own, free = self._open[peer], self._limit - self._open.total() - 1
+        if free < 0 or own > _CALLS_PER_FREE_CALL * free:
+            raise QueueFullError(
+                f"the server has {self._open.total()} open calls, {own} of them from this "
+                f"connection, and accepts at most {self._limit}; try again later, or raise the "
+                "server's --queue-size"
+            )
+        self._open[peer] += 1
+
+    def remove(self, peer: str) -> None:
+        """Stop counting a call that has ended."""
+        self._open[peer] -= 1
+        if not self._open[peer]:
+            del self._open[peer]
+
+
+class RateLimits:
+    """Two token buckets per client: one for requests, one for images.
+
+    The capacity of a bucket is the number of tokens that it gains per second, but at least 1.
+    """
+
+    def __init__(
+        self,
+        requests_per_s: float | None,
+        images_per_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Set the limits.
+
+        Args:
+            requests_per_s: Maximum number of requests of one client per second. None: no limit.
+            images_per_s: Maximum number of images of one client per second. None: no limit.
+            clock: Function that returns the current time in seconds.
+        """
+        self._rates = {
+            setting: rate
+            for setting, rate in (
+                ("max_requests_per_s", requests_per_s),
+                ("max_images_per_s", images_per_s),
+            )
+            if rate is not None
+        }
+        self._clock = clock
+        # By client: the time of its latest request, and the balance of each bucket after it.
+        self._clients: dict[str, tuple[float, dict[str, float]]] = {}
+
+    def charge(self, images: int) -> None:
+        """Take the tokens of one request with `images` images from the client's buckets.
+
+        The client is the value of the context variable `current_client`. A request with more images
+        than the capacity of the image bucket is accepted if this bucket is full. The bucket's
+        balance then becomes negative, which delays the client's next requests.
+
+        Raises:
+            RateLimitError: the client has exceeded its limit of requests or images per second.
+        """
+        if not self._rates:
+            return
+        client, now = current_client.get(), self._clock()
+        full = {name: max(1.0, rate) for name, rate in self._rates.items()}
+        before, balances = self._clients.pop(client, (now, full))
+        balances = {
+            name: min(full[name], balances[name] + rate * (now - before))
+            for name, rate in self._rates.items()
+        }
+        self._clients[client] = now, balances
+        self._forget(now)
+        costs = {name: 1 if name == "max_requests_per_s" else images for name in balances}
+        for name, rate in self._rates.items():
+            missing = min(costs[name], full[name]) - balances[name]
+            if missing > 0:
+                raise RateLimitError(
+                    f"the client has reached the server's {name} ({rate:g}); try again in "
+                    f"{missing / rate:.1f} s"
+                )
+        for name, cost in costs.items():
+            balances[name] -= cost
+
+    def _forget(self, now: float) -> None:
+        """If there are more than `_MAX_CLIENTS` clients, drop those that have been idle longest.
+
+        Stop at the first client that has, at time `now`, a bucket that is not full: if dropped, it
+        would get a full bucket with its next request.
+        """
+        while len(self._clients) > _MAX_CLIENTS:
+            client, (before, balances) = next(iter(self._clients.items()))
+            if any(
+                balances[name] + rate * (now - before) < max(1.0, rate)
+                for name, rate in self._rates.items()
+            ):
+                return
+            del self._clients[client]
+
+
+class DecodeMemory:
+    """Budget of host memory for decoding images.
+
+    A quarter of the budget is set aside: an equal part, `small` bytes, for each thread. Images that
+    need at most `small` bytes use their thread's part and never wait for memory. Larger images
+    reserve memory from the remaining three quarters and wait if too little is free. Connections get
+    memory in round-robin order. If the next image in this order does not fit, the images behind it
+    wait too, so large images are not delayed forever.
+
+    Call the methods from one event loop only.
+    """
+
+    def __init__(self, limit: int, threads: int) -> None:
+        # Size of the budget in bytes.
+        self.limit = limit
+        # Images that need at most this many bytes are small. They reserve nothing.
+        self.small = limit // (_PARTS_OF_BUDGET * threads)
+        # Most memory in bytes that one image can reserve.
+        self.largest = limit - threads * self.small
+        # Reserved bytes.
+        self.reserved = 0
+        # Waiting reservations by connection, in round-robin order.
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+
+    @asynccontextmanager
+    async def reserve(self, peer: str, size: int) -> AsyncIterator[None]:
+        """Reserve memory within the `with` block. If too little memory is free, wait for it.
+
+        Args:
+            peer: gRPC peer of the request; it identifies the client's connection.
+            size: Number of bytes.
+
+        Raises:
+            ImageError: `size` exceeds `self.largest`, the most bytes that an image can reserve.
+        """
+        if size > self.largest:
+            raise ImageError(
+                f"decoding the image takes {size >> 20} MiB of memory, but the server allows "
+                f"{self.largest >> 20} MiB per image; send a smaller image, or raise the server's "
+                f"decode_memory_mb ({self.limit >> 20})"
+            )
+        await self._acquire(peer, size)
+        try:
+            yield
+        finally:
+            self._release(size)
+
+    def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
+        """Reserve memory within the `with` block, for an image that a `FairThreadPool` processes.
+
+        If `size` is at most `self.small`, nothing is reserved, because this many bytes are set
+        aside for each thread. The arguments and errors are the same as in `reserve`.
+        """
+        return self.reserve(peer, size) if size > self.small else nullcontext()
+
+    async def _acquire(self, peer: str, size: int) -> None:
+        if not self._waiting and self.reserved + size <= self.largest:
+            self.reserved += size
+            return
+        acquired = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(peer, deque()).append((size, acquired))
+        try:
+            await acquired
+        except asyncio.CancelledError:
+            if acquired.cancelled():
+                self._admit()  # the reservations behind it may fit
+            else:  # got the memory and was cancelled in one loop iteration
+                self._release(size)
+            raise
+
+    def _release(self, size: int) -> None:
+        self.reserved -= size
+        self._admit()
+
+    def _admit(self) -> None:
+        """Give memory to waiting images until too little is free for the next one."""
+        while self._waiting:
+            peer = next(iter(self._waiting))
+            size, acquired = self._waiting[peer][0]
+            is_cancelled = acquired.cancelled()
+            if not is_cancelled and self.reserved + size > self.largest:
+                return
+            queue = self._waiting.pop(peer)
+            queue.popleft()
+            if queue and is_cancelled:
+                self._waiting = {peer: queue, **self._waiting}
+            elif queue:
+                self._waiting[peer] = queue  # behind the other connections
+            if not is_cancelled:
+                self.reserved += size
+                acquired.set_result(None)
+
+
+def decode_memory_limit(config: ServeConfig) -> int:
+    """Return the server's budget of host memory for decoding images, in bytes."""
+    if config.decode_memory_mb is None:
+        return memory_limit() // _PARTS_OF_LIMIT
+    return config.decode_memory_mb << 20

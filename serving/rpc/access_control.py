@@ -17,7 +17,7 @@ from ..credential_files import TokenFile
 from ..errors import ForbiddenError, QueueFullError, ServingError, UnauthenticatedError
 from ..grpc_status import status_and_message
 from ..pipeline.model_repository import ModelRepository
-from ..pipeline.rate_limits import current_client
+from ..pipeline.shared_resources import current_client
 from .message_reader import MESSAGES_PER_SLOT, PendingMessages, call_handler
 
 _log = logging.getLogger(__name__)

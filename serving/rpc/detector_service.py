@@ -20,7 +20,7 @@ from ..messages import (
     scheduling_from_request,
     stream_response_bytes,
 )
-from ..pipeline.deadlines import request_deadline
+from ..pipeline.admission import request_deadline
 from ..pipeline.model_repository import ModelRepository
 from ..pipeline.pipeline import InferenceRequest, Pipeline
 from ..pipeline.served_model import ServedModel

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 from unloadable_server import RunningServer, assert_serving, assert_unloaded, serving, until
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
-from maskrcnn_trt.serving.pipeline import model_lifecycle
+from maskrcnn_trt.serving.pipeline import served_model
 
 Encode = Callable[..., bytes]
 
@@ -51,7 +51,7 @@ async def test_failed_load_leaves_the_model_as_it_was(
     async def hang_while_serving(server: RunningServer) -> None:
         manifest.unlink()
         os.mkfifo(manifest)  # opening it blocks
-        monkeypatch.setattr(model_lifecycle, "START_TIMEOUT_S", 1.0)
+        monkeypatch.setattr(served_model, "START_TIMEOUT_S", 1.0)
         for _ in range(2):
             with pytest.raises(InferenceServerException, match="not ready after 1 s"):
                 await server.triton.load_model(MODEL)
@@ -80,7 +80,7 @@ async def test_hanging_load_is_cancelled(
     async with serving(wide_bundle, caplog) as server:
         gate.close()
         with monkeypatch.context() as patched:
-            patched.setattr(model_lifecycle, "START_TIMEOUT_S", 1.0)
+            patched.setattr(served_model, "START_TIMEOUT_S", 1.0)
             with pytest.raises(InferenceServerException, match="not ready after 1 s") as caught:
                 await server.triton.load_model(MODEL)
         assert "FAILED_PRECONDITION" in caught.value.status()

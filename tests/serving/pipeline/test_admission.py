@@ -13,7 +13,7 @@ from hypothesis.strategies import booleans, builds, integers, lists, randoms
 
 from maskrcnn_trt.serving.errors import QueueFullError
 from maskrcnn_trt.serving.pipeline.admission import AdmissionController
-from maskrcnn_trt.serving.pipeline.open_calls import OpenCalls
+from maskrcnn_trt.serving.pipeline.shared_resources import OpenCalls
 
 
 async def settle() -> None:

@@ -8,7 +8,7 @@ import pytest
 from maskrcnn_trt.model.host_resources import memory_limit
 from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.pipeline.decode_memory import DecodeMemory, decode_memory_limit
+from maskrcnn_trt.serving.pipeline.shared_resources import DecodeMemory, decode_memory_limit
 
 
 class Images:

@@ -10,7 +10,7 @@ from triton_requests import MODEL, infer_request
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.errors import RateLimitError
-from maskrcnn_trt.serving.pipeline.rate_limits import RateLimits, current_client
+from maskrcnn_trt.serving.pipeline.shared_resources import RateLimits, current_client
 
 
 def test_each_client_has_one_second_of_requests_and_images() -> None:
