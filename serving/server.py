@@ -20,8 +20,7 @@ from .engines.worker_main import freeze_garbage_collector
 from .errors import ServingError
 from .front_ends.server import FrontEndServer, front_end_count
 from .host import notify_service_manager
-from .monitoring.telemetry import Telemetry
-from .monitoring.tracing import load_tracer
+from .monitoring.telemetry import Telemetry, load_tracer
 from .open_inference.service import InferenceService
 from .open_inference.unsupported import UnsupportedMethods
 from .pipeline.model_repository import ModelRepository

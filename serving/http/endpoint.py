@@ -23,7 +23,7 @@ from ..errors import (
 from ..grpc_status import http_status_from_status, status_and_message
 from ..messages import REQUEST_ID_KEY
 from ..monitoring.logs import name_call
-from ..monitoring.tracing import Tracer
+from ..monitoring.telemetry import Tracer
 from ..rpc.access_control import ADMIN_METHODS, AccessInterceptor
 from .call import AbortedCallError, HttpCall
 

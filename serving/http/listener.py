@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
-from ..monitoring.accept_failures import shorten_accept_failures
+from ..monitoring.logs import shorten_accept_failures
 from .connection import HttpConnection
 
 _log = logging.getLogger(__name__)

@@ -1,21 +1,28 @@
-"""Log of the server: lines of text or JSON, each with the ID of the request that caused it."""
+"""Log of the server: formats, request IDs, access log, and warnings about failures to accept."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import re
 import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from io import FileIO
 from queue import Full, Queue
 from secrets import token_hex
-from threading import Thread
 from typing import Final
 
 from .. import LOGGER
 from ..config import LogFormat, LogLevel
+from ..detections import Timing
+from ..grpc_status import status_from_error
+
+_log = logging.getLogger(__name__)
 
 # ID of the call or request that the current task processes. Empty: the task processes none.
 request_id: Final = ContextVar("request_id", default="")
@@ -33,6 +40,14 @@ _FLUSH_S: Final = 1.0
 
 # Attributes that every log record has. Additional ones come from the argument `extra`.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+# Maximum number of lines per second at level info, for successful and failed requests separately.
+_LINES_PER_S: Final = 10
+
+# Errors of `accept` after which asyncio tries again.
+_SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+# Seconds without a failure that end a burst.
+_BURST_END_S: Final = 10.0
 
 
 def name_call(client_id: str) -> str:
@@ -84,7 +99,7 @@ class _BackgroundHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._lines = Queue[bytes](_BACKLOG)
-        Thread(target=self._write, name="log", daemon=True).start()
+        threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -132,9 +147,9 @@ class _JsonFormatter(logging.Formatter):
     """Formatter of one JSON object per line, with RFC 3339 time and the `extra` attributes."""
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        created = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {
-            "time": time.replace("+00:00", "Z"),
+            "time": created.replace("+00:00", "Z"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -143,3 +158,152 @@ class _JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+class _Sample:
+    """Rate limiter: at most `_LINES_PER_S` log lines per second. Counts the omitted lines."""
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._lines = 0
+        # Lines omitted since the last logged line.
+        self._omitted = 0
+
+    def take(self) -> int | None:
+        """Decide whether the caller may log a line.
+
+        Returns:
+            Number of lines that were omitted since the last logged line. None: the caller must not
+            log the line.
+        """
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._lines = second, 0
+        if self._lines >= _LINES_PER_S and not _log.isEnabledFor(logging.DEBUG):
+            self._omitted += 1
+            return None
+        self._lines += 1
+        omitted, self._omitted = self._omitted, 0
+        return omitted
+
+
+class AccessLog:
+    """Log of requests, with client, status, sizes and times."""
+
+    def __init__(self) -> None:
+        # By success. Separate limits, so that successful requests do not displace failed ones.
+        self._samples = {True: _Sample(), False: _Sample()}
+
+    def log_request(
+        self,
+        model: str,
+        peer: str,
+        failure: BaseException | None,
+        *,
+        size: int,
+        timings: Sequence[Timing],
+        elapsed_s: float,
+    ) -> None:
+        """Log a request.
+
+        Args:
+            model: Model name in the request.
+            peer: Client address.
+            failure: Error of the request. None: the request succeeded.
+            size: Size of the request in bytes.
+            timings: Timing of each image; empty if the request failed.
+            elapsed_s: Seconds from the request's arrival to its response.
+        """
+        fields: dict[str, object] = {"model": model, "bytes": size, "images": len(timings)}
+        if timings:
+            slowest = max(timings, key=lambda own: own.queue_us + _compute_us(own))
+            fields["queue_ms"] = slowest.queue_us / 1000
+            fields["compute_ms"] = _compute_us(slowest) / 1000
+        fields["total_ms"] = round(1000 * elapsed_s, 3)
+        if _log.isEnabledFor(logging.DEBUG):
+            fields["timings"] = [vars(timing) for timing in timings]
+        self._log(f"request for {model}", peer, failure, fields)
+
+    def log_rejected_call(self, method: str, peer: str, failure: Exception) -> None:
+        """Log a call that was rejected before its request was read."""
+        self._log(f"call of {method}", peer, failure, {"method": method})
+
+    def _log(
+        self, subject: str, peer: str, failure: BaseException | None, fields: Mapping[str, object]
+    ) -> None:
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        omitted = self._samples[failure is None].take()
+        if omitted is None:
+            return
+        extra = {"peer": peer, "status": _status_of(failure), **fields}
+        if omitted:
+            extra["omitted"] = omitted
+        text = f"{subject} from {peer}: {extra['status']}"
+        if isinstance(failure, Exception) and str(failure):
+            extra["error"] = str(failure)
+        _log.info(
+            "%s%s", text, f", {extra['total_ms']} ms" if "total_ms" in extra else "", extra=extra
+        )
+
+
+def _compute_us(timing: Timing) -> int:
+    return timing.decode_us + timing.infer_us + timing.encode_us
+
+
+def _status_of(failure: BaseException | None) -> str:
+    if failure is None:
+        return "OK"
+    return status_from_error(failure).name if isinstance(failure, Exception) else "CANCELLED"
+
+
+class AcceptFailures:
+    """Log of failures to accept connections, with one warning per burst of failures. Thread-safe.
+
+    A burst ends after 10 s without a failure.
+    """
+
+    def __init__(self) -> None:
+        self._latest = -_BURST_END_S
+        self._lock = threading.Lock()
+
+    def report(self, error: BaseException) -> bool:
+        """Return whether `error` reports a lack of resources, such as file descriptors.
+
+        If so, and it is the first such error of a burst, log a warning.
+        """
+        if not isinstance(error, OSError) or error.errno not in _SHORTAGES:
+            return False
+        with self._lock:
+            now = time.monotonic()
+            is_first, self._latest = now - self._latest >= _BURST_END_S, now
+        if is_first:
+            _log.warning(
+                "new connections must wait (%s); raise the limit of open files with ulimit -n, or "
+                "set a lower max_connections",
+                error.strerror,
+            )
+        return True
+
+
+# Failures of all ports.
+accept_failures: Final = AcceptFailures()
+
+
+def shorten_accept_failures() -> None:
+    """Log one warning per burst of failed `accept` calls, in place of asyncio's tracebacks.
+
+    The function adds a filter to asyncio's logger, which stays there.
+    """
+    logging.getLogger("asyncio").addFilter(_is_other_failure)
+
+
+def _is_other_failure(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    # If the server stops after a failure, asyncio's next attempt fails, because the port is closed.
+    if message.startswith("Exception in callback BaseSelectorEventLoop._start_serving("):
+        return False
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None or not message.startswith("socket.accept()"):
+        return True
+    return not accept_failures.report(error)

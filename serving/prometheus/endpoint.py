@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_w
 
 from ..config import address_of
 from ..errors import ServingError
-from ..monitoring.accept_failures import accept_failures
+from ..monitoring.logs import accept_failures
 from ..pipeline.model_repository import ModelRepository
 from .collectors import GpuCollector, LoopLag, ModelCollector
 from .connections import ConnectionCollector

@@ -18,7 +18,7 @@ from ..config import ServeConfig, address_of
 from ..errors import ServingError
 from ..messages import REQUEST_ID_KEY
 from ..monitoring.logs import name_call
-from ..monitoring.tracing import Tracer
+from ..monitoring.telemetry import Tracer
 from .certificates import ServerCertificate
 from .fault_filter import drop_client_faults
 

@@ -18,7 +18,7 @@ from open_files import connected_without_free_files
 from server_load import server_process, wait_until
 from triton_requests import MODEL
 
-from maskrcnn_trt.serving.monitoring import accept_failures as log
+from maskrcnn_trt.serving.monitoring import logs
 
 Encode = Callable[..., bytes]
 USER, ADMIN = {"Authorization": "Bearer user"}, {"Authorization": "Bearer admin"}
@@ -41,7 +41,7 @@ def test_tokens(http: httpx.Client) -> None:
 def test_lack_of_file_descriptors_is_one_warning(
     server: HttpAddress, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(log, "accept_failures", log.AcceptFailures())
+    monkeypatch.setattr(logs, "accept_failures", logs.AcceptFailures())
     with connected_without_free_files(*server.http):
         wait_until(lambda: "open files" in caplog.text)
     wait_until(lambda: is_live(server))

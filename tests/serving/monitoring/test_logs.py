@@ -22,8 +22,7 @@ from triton_requests import MODEL
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.errors import QueueFullError
-from maskrcnn_trt.serving.monitoring.access_log import AccessLog
-from maskrcnn_trt.serving.monitoring.logs import name_call, name_request, request_id
+from maskrcnn_trt.serving.monitoring.logs import AccessLog, name_call, name_request, request_id
 
 Encode = Callable[..., bytes]
 

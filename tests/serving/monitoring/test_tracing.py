@@ -24,7 +24,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.errors import ServingError
-from maskrcnn_trt.serving.monitoring.tracing import load_tracer
+from maskrcnn_trt.serving.monitoring.telemetry import load_tracer
 
 Encode = Callable[..., bytes]
 

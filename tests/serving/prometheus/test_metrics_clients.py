@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from scraped_metrics import read
 from server_load import wait_until
 
-from maskrcnn_trt.serving.monitoring.accept_failures import AcceptFailures
+from maskrcnn_trt.serving.monitoring.logs import AcceptFailures
 from maskrcnn_trt.serving.prometheus import endpoint
 from maskrcnn_trt.serving.prometheus.endpoint import metrics_server
 
