@@ -1,5 +1,6 @@
-"""Detections of one image, the options that select them, and their timing."""
+"""Detections of one image with their timing, and the options of a request."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +18,9 @@ Value = TypeVar("Value")
 # EXIF rotation, P >= 3, clockwise, without repeating the first point. Holes count as filled. Parts
 # within a hole have their own outline. An empty mask has no outlines.
 Outlines = tuple[NDArray[np.float32], ...]
+
+# Priority levels, the most urgent first.
+PRIORITIES = (1, 2, 3)
 
 
 class MaskFormat(Enum):
@@ -65,6 +69,40 @@ class DetectionOptions:
 
 
 DEFAULT_OPTIONS = DetectionOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingOptions:
+    """Scheduling options of a request: model, precision, priority, time limit and connection.
+
+    Raises:
+        InvalidRequestError: the priority or the timeout is out of range.
+    """
+
+    # One of the served precisions. None: the first of them, which is the default.
+    precision: str | None = None
+    # One of `PRIORITIES`.
+    priority: int = 2
+    # Time limit of the request in seconds. None: the server's own limit.
+    timeout_s: float | None = None
+    # gRPC peer of the request; it identifies the client's connection.
+    peer: str = ""
+    # Model name in the request. Empty: the server's first model.
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if self.priority not in PRIORITIES:
+            raise InvalidRequestError(
+                f"priority is {self.priority}; it must be one of "
+                f"{', '.join(map(str, PRIORITIES))}, where 1 is the most urgent"
+            )
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise InvalidRequestError(
+                f"the timeout is {self.timeout_s} s; it must be above 0 and finite"
+            )
+
+
+DEFAULT_SCHEDULING = SchedulingOptions()
 
 
 @dataclass(frozen=True, kw_only=True)

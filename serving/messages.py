@@ -12,9 +12,17 @@ from ..model.bundle.spec import ShapeBucket
 from ..model.masks import Rle
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
 from .config import ServeConfig
-from .detections import DetectionOptions, Detections, MaskFormat, Outlines, TimedResponse, Timing
+from .detections import (
+    DEFAULT_SCHEDULING,
+    DetectionOptions,
+    Detections,
+    MaskFormat,
+    Outlines,
+    SchedulingOptions,
+    TimedResponse,
+    Timing,
+)
 from .errors import InvalidRequestError
-from .request_options import DEFAULT_SCHEDULING, SchedulingOptions
 
 # gRPC metadata key of the request ID, in requests and in responses.
 REQUEST_ID_KEY = "x-request-id"

@@ -55,7 +55,7 @@ def read_images(sources: Sequence[Path]) -> list[bytes]:
         click.UsageError: the sources contain no image, or two images of the same name.
         ImageError: an image is invalid; the message names its file.
     """
-    from ...serving.results.reports import image_files
+    from ...serving.commands.reports import image_files
 
     return [_checked_image(path) for path in image_files(sources)] if sources else []
 

@@ -22,7 +22,7 @@ from ...model.image_decoding import decode_image
 from ...model.masks import mask_from_rle, rle_from_mask
 from ...model.resizing import resize_image
 from ...serving.detections import Detections
-from ...serving.results.drawing import draw_detections
+from ...serving.result_formats import draw_detections
 from ...training.config import TrainConfig
 from ...training.data.coco.dataset import CocoDataset, ImageRecord
 from ...training.data.coco.segmentation_masks import mask_from_segmentation

@@ -9,10 +9,15 @@ from typing import Self
 import grpc
 
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
-from ..detections import DEFAULT_OPTIONS, DetectionOptions, Detections
+from ..detections import (
+    DEFAULT_OPTIONS,
+    DEFAULT_SCHEDULING,
+    DetectionOptions,
+    Detections,
+    SchedulingOptions,
+)
 from ..errors import ClientError, RefusedError
 from ..messages import detections_from_response
-from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
 from .connection import Connection
 from .image_requests import (
     DeferredErrors,

@@ -13,10 +13,15 @@ from PIL import Image
 from ...model.image_files import read_image_file
 from ...model.image_limits import ImageError
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
-from ..detections import DetectionOptions, Detections, MaskFormat
+from ..detections import (
+    DEFAULT_SCHEDULING,
+    DetectionOptions,
+    Detections,
+    MaskFormat,
+    SchedulingOptions,
+)
 from ..errors import AccessError, ClientError, ClosedError, DeadlineError, RefusedError
 from ..messages import detections_from_response, request_from_options
-from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
 
 # Input image: content of a JPEG, PNG or WebP file, path of an image file, or RGB pixels [H, W, 3].
 ImageSource = bytes | Path | NDArray[np.uint8]

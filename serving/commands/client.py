@@ -69,9 +69,8 @@ def client(
     IMAGES are files and folders, without subfolders.
     """
     from ..client import DetectorClient
-    from ..detections import DetectionOptions
-    from ..request_options import SchedulingOptions
-    from ..results.reports import write_report
+    from ..detections import DetectionOptions, SchedulingOptions
+    from .reports import write_report
 
     files, folder = files_and_folder(images, output, formats)
     options = DetectionOptions(score_threshold=score_threshold)

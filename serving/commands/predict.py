@@ -90,7 +90,7 @@ def predict(
         )  # fmt: skip
         return
     from ..offline.detector import Detector
-    from ..results.reports import write_report
+    from .reports import write_report
 
     files, folder = files_and_folder(images, output, formats)
     bundle = bundle_for_backend(model, backend, precisions)

@@ -61,7 +61,7 @@ def files_and_folder(
             or outputs would overwrite each other or be written into a folder of input images.
     """
     # Imported here because the module loads Pillow, which --help does not need.
-    from ..results.reports import check_folder, image_files
+    from .reports import check_folder, image_files
 
     for image in images:
         if is_address(image):

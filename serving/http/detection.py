@@ -19,8 +19,7 @@ from ..errors import InvalidRequestError
 from ..grpc_status import abort_on_error
 from ..pipeline.model_repository import ModelRepository
 from ..pipeline.threads import in_daemon_thread
-from ..results.detections_json import json_from_detections
-from ..results.drawing import BYTES_PER_PIXEL, annotated_png
+from ..result_formats import BYTES_PER_PIXEL, annotated_png, json_from_detections
 from ..rpc.detector_service import DetectorService
 from .call import HttpCall
 from .endpoint import Endpoint, JsonResponse, Transport

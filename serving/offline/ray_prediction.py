@@ -22,7 +22,7 @@ from ...model.plurals import counted
 from ..config import BackendName
 from ..detections import DetectionOptions, Detections
 from ..errors import ServingError, image_error_from_os_error
-from ..results.coco_json import coco_results
+from ..result_formats import coco_results
 from .detector import Detector
 
 _RLE = pa.struct([("size", pa.list_(pa.int64())), ("counts", pa.string())])
@@ -134,7 +134,7 @@ def stored_images(sources: Sequence[str]) -> StoredImages:
         ServingError: A source is missing, there are no images, or a name is not UTF-8.
         OSError, pyarrow.ArrowInvalid: A folder or bucket cannot be listed.
     """
-    # Recursive, unlike `results.reports.image_files`: buckets have only name prefixes for folders,
+    # Recursive, unlike `commands.reports.image_files`: buckets have only name prefixes for folders,
     # and results are identified by their whole path, so equal names do not collide.
     stores: list[pyarrow.fs.FileSystem] = []
     paths: dict[tuple[int, str], None] = {}

@@ -8,12 +8,19 @@ from typing import Any, Final
 from ...model.image_limits import ImageError
 from ...protos.inference import open_inference_pb2 as pb
 from ..config import ServeConfig
-from ..detections import DetectionOptions, Detections, MaskFormat, TimedResponse, Timing
+from ..detections import (
+    DEFAULT_SCHEDULING,
+    DetectionOptions,
+    Detections,
+    MaskFormat,
+    SchedulingOptions,
+    TimedResponse,
+    Timing,
+)
 from ..errors import InvalidRequestError
 from ..pipeline.admission import request_deadline
 from ..pipeline.pipeline import InferenceRequest, Pipeline
 from ..pipeline.served_model import ServedModel
-from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
 from ..steps.preprocessing import SourceImage
 from .input_images import ImageInput, decode_input, reject_parameters, validate_input
 from .responses import add_outputs, default_outputs, empty_response, mask_format_of, output_specs

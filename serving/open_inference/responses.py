@@ -13,9 +13,8 @@ from ...model.bundle.manifest import Manifest
 from ...model.masks import rles_from_probabilities
 from ...protos.inference import open_inference_pb2 as pb
 from ..config import ServeConfig
-from ..detections import Detections, MaskFormat
+from ..detections import DEFAULT_SCHEDULING, PRIORITIES, Detections, MaskFormat
 from ..pipeline.served_model import ModelBatcher, ServedModel
-from ..request_options import DEFAULT_SCHEDULING, PRIORITIES
 from .input_images import INPUT_NAME
 
 _PLATFORM = "maskrcnn_bundle"

@@ -12,10 +12,10 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ...model.bundle.manifest import BundleError
 from ...model.bundle.spec import ShapeBucket
+from ..detections import DEFAULT_SCHEDULING, SchedulingOptions
 from ..engines.worker_process import WorkerProcess
 from ..errors import BackendDownError, ServingError
 from ..host import name_thread
-from ..request_options import DEFAULT_SCHEDULING, SchedulingOptions
 from .scheduling import BatchPolicy, Schedule, Ticket
 
 _log = logging.getLogger(__name__)

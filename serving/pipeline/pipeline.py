@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import ServeConfig
-from ..detections import DetectionOptions, ResponseEncoder, TimedResponse, Timing
-from ..request_options import SchedulingOptions
+from ..detections import DetectionOptions, ResponseEncoder, SchedulingOptions, TimedResponse, Timing
 from ..steps.base import EngineItem, EngineResult
 from ..steps.host_steps import HostProcessor
 from ..steps.preprocessing import SourceImage

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from ...model.bundle.spec import ShapeBucket
-from ..request_options import SchedulingOptions
+from ..detections import SchedulingOptions
 
 # Images that a connection gets per image of another connection whose priority is one level lower.
 _WEIGHT = 8

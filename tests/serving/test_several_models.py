@@ -26,9 +26,9 @@ from maskrcnn_trt.serving.commands.model_sources import model_sources
 from maskrcnn_trt.serving.commands.serve import serve
 from maskrcnn_trt.serving.commands.server_checks import diagnose
 from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.detections import SchedulingOptions
 from maskrcnn_trt.serving.errors import RefusedError, ServingError
 from maskrcnn_trt.serving.pipeline.served_model import ModelSource
-from maskrcnn_trt.serving.request_options import SchedulingOptions
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]

@@ -13,9 +13,8 @@ from stub_server import IMAGE, StubDetector, both_clients, stub_server
 
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
 from maskrcnn_trt.serving.commands.client import client
-from maskrcnn_trt.serving.detections import Detections
+from maskrcnn_trt.serving.detections import Detections, SchedulingOptions
 from maskrcnn_trt.serving.errors import DeadlineError, RefusedError, UnreachableError
-from maskrcnn_trt.serving.request_options import SchedulingOptions
 
 OVERLOADED, UNAVAILABLE = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE
 

@@ -23,7 +23,7 @@ from triton_requests import MODEL
 import maskrcnn_trt.serving
 from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
-from maskrcnn_trt.serving.results.drawing import draw_detections
+from maskrcnn_trt.serving.result_formats import draw_detections
 
 Encode = Callable[..., bytes]
 

@@ -12,11 +12,11 @@ from hypothesis import Phase, given, settings
 from hypothesis.strategies import booleans, builds, integers, just, lists, none, sampled_from
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
+from maskrcnn_trt.serving.detections import SchedulingOptions
 from maskrcnn_trt.serving.errors import QueueFullError
 from maskrcnn_trt.serving.pipeline.admission import AdmissionController
 from maskrcnn_trt.serving.pipeline.scheduling import BatchPolicy, Schedule, Ticket
 from maskrcnn_trt.serving.pipeline.shared_resources import DecodeMemory
-from maskrcnn_trt.serving.request_options import SchedulingOptions
 
 BUCKETS = (ShapeBucket(96, 160), ShapeBucket(160, 96))
 LENGTH_S = 40.0

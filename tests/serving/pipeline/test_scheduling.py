@@ -5,9 +5,9 @@ import math
 import pytest
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
+from maskrcnn_trt.serving.detections import SchedulingOptions
 from maskrcnn_trt.serving.errors import InvalidRequestError
 from maskrcnn_trt.serving.pipeline.scheduling import BatchPolicy, Schedule, Ticket
-from maskrcnn_trt.serving.request_options import SchedulingOptions
 
 WIDE, TALL = ShapeBucket(96, 160), ShapeBucket(160, 96)
 

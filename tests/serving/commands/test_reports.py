@@ -20,9 +20,9 @@ from server_load import wait_until
 
 from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.client import DetectorClient
+from maskrcnn_trt.serving.commands.reports import write_report
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.errors import UnreachableError
-from maskrcnn_trt.serving.results.reports import write_report
 
 Encode = Callable[..., bytes]
 

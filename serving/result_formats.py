@@ -1,15 +1,20 @@
-"""Drawing of detections onto their image."""
+"""Formats of detections: COCO results, JSON of the HTTP API, NumPy arrays, annotated images."""
 
 import colorsys
+from collections import Counter
+from collections.abc import Sequence
 from io import BytesIO
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
+from pydantic_core import to_json
 
-from ...model.image_decoding import decode_image
-from ...model.masks import mask_columns, run_ends
-from ..detections import Detections
+from ..model.image_decoding import decode_image
+from ..model.masks import coco_from_rle, mask_columns, mask_from_rle, run_ends
+from .detections import Detections
 
 _MASK_OPACITY = 0.45
 # Masks are drawn in strips of about this many pixels, because a copy of all pixels as floats would
@@ -22,6 +27,90 @@ BYTES_PER_PIXEL = 18
 _GOLDEN_RATIO = 0.618034
 
 Colour = tuple[int, int, int]
+
+
+def image_ids(paths: Sequence[Path]) -> list[int | str]:
+    """Return the COCO image ID of each file: the name without suffix, as an int if it is decimal.
+
+    Files that would have equal IDs, such as `cat.jpg` and `cat.png`, have their full file names as
+    IDs.
+    """
+    ids = [int(path.stem) if path.stem.isdecimal() else path.stem for path in paths]
+    counts = Counter(ids)
+    return [own if counts[own] == 1 else path.name for path, own in zip(paths, ids, strict=True)]
+
+
+def coco_results(image_id: int | str, detections: Detections) -> list[dict[str, Any]]:
+    """Return detections in COCO's results format, which `pycocotools.coco.COCO.loadRes` reads.
+
+    Each detection is a record with `image_id`, `category_id`, `score`, `bbox` (x, y, width, height
+    in pixels of the image after its EXIF rotation) and, if there are RLE masks, `segmentation`.
+    """
+    x_min, y_min, x_max, y_max = detections.boxes.astype(float).T
+    bboxes = zip(x_min, y_min, x_max - x_min, y_max - y_min, strict=True)
+    records: list[dict[str, Any]] = [
+        {
+            "image_id": image_id,
+            "category_id": int(category_id),
+            "bbox": [float(value) for value in bbox],
+            "score": float(score),
+        }
+        for category_id, score, bbox in zip(
+            detections.category_ids, detections.scores, bboxes, strict=True
+        )
+    ]
+    for record, rle in zip(records, detections.rles or (), strict=False):
+        record["segmentation"] = coco_from_rle(rle)
+    return records
+
+
+def arrays_from_detections(detections: Detections) -> dict[str, NDArray[Any]]:
+    """Return N detections as arrays by name, for `numpy.savez`. No array needs pickle.
+
+    `boxes` [N, 4] float32 xyxy in pixels of the image after its EXIF rotation, `scores` [N]
+    float32, `labels` and `category_ids` [N] int64, `class_names` [N] str, `size` [2] int64 (height,
+    width) and, if the detections have RLE masks, `masks` [N, height, width] bool.
+    """
+    size = (detections.height, detections.width)
+    arrays: dict[str, NDArray[Any]] = {
+        "boxes": detections.boxes,
+        "scores": detections.scores,
+        "labels": detections.labels,
+        "category_ids": detections.category_ids,
+        "class_names": np.array(detections.class_names, np.str_),
+        "size": np.array(size, np.int64),
+    }
+    if detections.rles is not None:
+        masks = [mask_from_rle(rle) for rle in detections.rles]
+        arrays["masks"] = np.array(masks, np.bool_).reshape(-1, *size)
+    return arrays
+
+
+def json_from_detections(detections: Detections) -> bytes:
+    """Return detections as a JSON object with `height`, `width` and `detections`.
+
+    Each detection has `class_name`, `label`, `category_id`, `score`, `box` (x_min, y_min, x_max,
+    y_max in pixels of the image after its EXIF rotation) and, depending on the mask format,
+    `segmentation`: COCO RLE as an object with `size` and `counts`, or a list of polygons, each a
+    list x, y, x, y, ...
+    """
+    rows = zip(
+        detections.class_names,
+        detections.labels.tolist(),
+        detections.category_ids.tolist(),
+        detections.scores.tolist(),
+        detections.boxes.tolist(),
+        strict=True,
+    )
+    names = ("class_name", "label", "category_id", "score", "box")
+    records: list[dict[str, Any]] = [dict(zip(names, row, strict=True)) for row in rows]
+    if detections.rles is not None:
+        for record, rle in zip(records, detections.rles, strict=True):
+            record["segmentation"] = coco_from_rle(rle)
+    elif detections.polygons is not None:
+        for record, outlines in zip(records, detections.polygons, strict=True):
+            record["segmentation"] = [outline.ravel().tolist() for outline in outlines]
+    return to_json({"height": detections.height, "width": detections.width, "detections": records})
 
 
 def colour_from_label(label: int) -> Colour:

@@ -20,8 +20,7 @@ from ...model.plurals import counted
 from ..config import ReportFormat
 from ..detections import Detections
 from ..errors import ClientError, image_error_from_os_error
-from .coco_json import arrays_from_detections, coco_results, image_ids
-from .drawing import annotated_png
+from ..result_formats import annotated_png, arrays_from_detections, coco_results, image_ids
 
 RESULTS_NAME = "detections.json"
 

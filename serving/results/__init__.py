@@ -1,1 +1,0 @@
-"""Output files of detections: COCO JSON, NumPy arrays and annotated images."""
