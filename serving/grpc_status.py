@@ -9,7 +9,6 @@ from typing import TypeVar
 import grpc
 
 from ..model.image_limits import ImageError
-from .call_context import CallContext
 from .errors import (
     BackendDownError,
     ExpiredError,
@@ -22,6 +21,7 @@ from .errors import (
     UnauthenticatedError,
     UnloadedError,
 )
+from .grpc_calls import CallContext
 
 _log = logging.getLogger(__name__)
 

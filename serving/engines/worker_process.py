@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from multiprocessing import Pipe
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from ..child_process import ChildProcess
 from ..errors import BackendDownError, BackendError
-from ..host import CUDA_VISIBLE_DEVICES, visible_gpus
+from ..host import CUDA_VISIBLE_DEVICES, ChildProcess, visible_gpus
 from ..steps.base import EngineInfo, EngineLoader
 from .worker_main import Channel, run_worker
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from ..rpc.fault_filter import drop_client_faults
+from ..grpc_calls import drop_client_faults
 from .link import Frame, Link
 
 if TYPE_CHECKING:

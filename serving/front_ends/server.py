@@ -11,13 +11,11 @@ from typing import Any, Final
 
 import grpc
 
-from ..child_process import ChildProcess
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
-from ..host import visible_gpus
+from ..host import ChildProcess, visible_gpus
 from ..rpc.listener import family_of, listen_error, server_options
-from .call import CallDetails, FindHandler, ForwardedCall
-from .link import Frame, Link
+from .link import CallDetails, FindHandler, ForwardedCall, Frame, Link
 from .process import CertificateFiles, run_front_end
 
 _log = logging.getLogger(__name__)

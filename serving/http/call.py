@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ..call_context import CallOutcome
 from ..config import address_of
+from ..grpc_calls import CallOutcome
 
 
 class AbortedCallError(Exception):

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import grpc
 
-from ..call_context import CallContext
 from ..detections import Timing
 from ..errors import ServingError
+from ..grpc_calls import CallContext
 from .logs import AccessLog, name_request
 from .metrics import Metrics
 

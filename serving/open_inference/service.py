@@ -10,7 +10,6 @@ import grpc
 from ...model.bundle.manifest import BundleError
 from ...protos.inference import open_inference_pb2 as pb
 from ...protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceServicer
-from ..call_context import CallContext
 from ..config import ServeConfig
 from ..errors import (
     BackendError,
@@ -19,6 +18,7 @@ from ..errors import (
     ReloadError,
     StoppingError,
 )
+from ..grpc_calls import CallContext
 from ..grpc_status import abort_on_error, status_and_message
 from ..pipeline.model_repository import ModelRepository
 from ..pipeline.pipeline import Pipeline

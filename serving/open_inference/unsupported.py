@@ -6,7 +6,7 @@ from typing import Any, Final, NoReturn
 import grpc
 
 from ...protos.inference import open_inference_pb2 as pb
-from ..call_context import CallContext
+from ..grpc_calls import CallContext
 
 _SERVICE: Final = f"/{pb.DESCRIPTOR.services_by_name['GRPCInferenceService'].full_name}/"
 

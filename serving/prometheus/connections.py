@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..child_process import child_process_ids
+from ..host import child_process_ids
 
 # States in /proc/net/tcp.
 _ESTABLISHED: Final = "01"

@@ -11,10 +11,10 @@ from urllib.parse import unquote
 
 import grpc
 
-from ..call_context import CallContext
 from ..config import ServeConfig
 from ..credential_files import TokenFile
 from ..errors import ForbiddenError, QueueFullError, ServingError, UnauthenticatedError
+from ..grpc_calls import CallContext
 from ..grpc_status import status_and_message
 from ..pipeline.model_repository import ModelRepository
 from ..pipeline.shared_resources import current_client

@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
-from ..call_context import CallContext
 from ..config import ServeConfig
 from ..detections import ResponseEncoder, TimedResponse
+from ..grpc_calls import CallContext
 from ..grpc_status import abort_on_error, status_and_message
 from ..messages import (
     encode_detections,

@@ -16,11 +16,11 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
+from ..grpc_calls import drop_client_faults
 from ..messages import REQUEST_ID_KEY
 from ..monitoring.logs import name_call
 from ..monitoring.telemetry import Tracer
 from .certificates import ServerCertificate
-from .fault_filter import drop_client_faults
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
-from ..call_context import CallContext
 from ..errors import ExpiredError, InvalidRequestError, QueueFullError, ServingError, StoppingError
+from ..grpc_calls import CallContext
 
 # Maximum number of request messages that the server waits for at a time, per admission slot.
 MESSAGES_PER_SLOT = 2

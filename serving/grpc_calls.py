@@ -1,16 +1,16 @@
-"""Interface of a request's context, independent of the transport."""
+"""gRPC calls: interface of their context, and filter for gRPC's log records about them."""
 
+import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
-if TYPE_CHECKING:
-    import grpc  # worker processes start faster without it
+import grpc
 
 
 class CallContext(Protocol):
     """Context of one request: the subset of `grpc.aio.ServicerContext` that HTTP supports too.
 
-    Implementations: gRPC's context class, `serving.front_ends.call.ForwardedCall` and
+    Implementations: gRPC's context class, `serving.front_ends.link.ForwardedCall` and
     `serving.http.call.HttpCall`.
     """
 
@@ -23,10 +23,10 @@ class CallContext(Protocol):
     async def read(self) -> Any:
         """Return the client's next message, serialised, or `grpc.aio.EOF` after the last one."""
 
-    async def abort(self, code: "grpc.StatusCode", details: str = "") -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
         """End the call with an error status. Always raises an exception."""
 
-    def code(self) -> "grpc.StatusCode | None":
+    def code(self) -> grpc.StatusCode | None:
         """Return the status code that `abort` was called with. None: the call was not aborted."""
 
     def details(self) -> str:
@@ -44,7 +44,7 @@ class CallOutcome:
         self._details = ""
         self._callbacks: list[Callable[[Any], None]] = []
 
-    def code(self) -> "grpc.StatusCode | None":
+    def code(self) -> grpc.StatusCode | None:
         """Return the status code that `abort` was called with. None: the call was not aborted."""
         return self._code
 
@@ -61,3 +61,14 @@ class CallOutcome:
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(self)
+
+
+def drop_client_faults() -> None:
+    """Filter out gRPC's log records about disconnected clients and undecodable metadata."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_server_fault)
+
+
+def _is_server_fault(record: logging.LogRecord) -> bool:
+    # The message of UnicodeDecodeError would quote the metadata, which can be a token.
+    client_faults = grpc.aio.InternalError, UnicodeDecodeError
+    return record.exc_info is None or not isinstance(record.exc_info[1], client_faults)
