@@ -20,15 +20,14 @@ from .engines.worker_main import freeze_garbage_collector
 from .errors import ServingError
 from .front_ends.server import FrontEndServer, front_end_count
 from .host import notify_service_manager
+from .monitoring.machine_metrics import CpuCollector, LoopLag
 from .monitoring.telemetry import Telemetry, load_tracer
 from .open_inference.service import InferenceService
 from .open_inference.unsupported import UnsupportedMethods
 from .pipeline.model_repository import ModelRepository
 from .pipeline.served_model import ModelSource
 from .pipeline.threads import in_daemon_thread
-from .prometheus.collectors import LoopLag
-from .prometheus.cpu_collector import CpuCollector
-from .prometheus.endpoint import add_certificate_metric, add_server_metrics, metrics_server
+from .prometheus import add_certificate_metric, add_server_metrics, metrics_server
 from .rpc.access_control import AccessInterceptor, AccessPolicy
 from .rpc.certificates import ServerCertificate, server_certificate
 from .rpc.detector_service import DetectorService, add_detector_service

@@ -23,7 +23,7 @@ from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.commands.serve import config_from_options, config_options, serve
 from maskrcnn_trt.serving.commands.server_checks import most_request_bytes
 from maskrcnn_trt.serving.config import ServeConfig
-from maskrcnn_trt.serving.prometheus.collectors import GPU_METRICS
+from maskrcnn_trt.serving.monitoring.machine_metrics import GPU_METRICS
 
 FOLDER = Path(maskrcnn_trt.serving.__file__).parent / "deploy" / "compose"
 DOCKERFILE = (FOLDER.parents[2] / "Dockerfile").read_text()

@@ -1,4 +1,4 @@
-"""HTTP endpoint from which Prometheus scrapes the metrics."""
+"""Prometheus endpoint: metrics of models under Triton's names, and the server of all metrics."""
 
 import contextlib
 import io
@@ -6,28 +6,141 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily as _Counter
+from prometheus_client.core import GaugeMetricFamily as _Gauge
+from prometheus_client.core import Metric
+from prometheus_client.core import UnknownMetricFamily as _Untyped
+from prometheus_client.registry import Collector
 
-from ..config import address_of
-from ..errors import ServingError
-from ..monitoring.logs import accept_failures
-from ..pipeline.model_repository import ModelRepository
-from .collectors import GpuCollector, LoopLag, ModelCollector
-from .connections import ConnectionCollector
-from .cpu_collector import CpuCollector
+from ..model.bundle.manifest import MODEL_VERSION
+from .config import address_of
+from .errors import ServingError
+from .monitoring.logs import accept_failures
+from .monitoring.machine_metrics import (
+    ConnectionCollector,
+    CpuCollector,
+    GpuCollector,
+    LoopLag,
+    metric_family,
+)
+from .monitoring.metrics import TRITON_REASONS, ModelStatistics
+from .pipeline.model_repository import ModelRepository
+from .pipeline.pipeline import Pipeline
+from .pipeline.served_model import ServedModel
 
 _log = logging.getLogger(__name__)
+
+_STATS: Final = "inference_stats"
+# Triton's metrics, without the prefix nv_inference_: help text, and path of the value in the
+# ModelStatistics message.
+_TRITON: Final = {
+    "request_success": ("Successful requests.", f"{_STATS}.success.count"),
+    "count": ("Images of successful requests.", "inference_count"),
+    "exec_count": ("Batches with images of successful requests.", "execution_count"),
+    "request_duration_us": ("Duration of successful requests.", f"{_STATS}.success.ns"),
+    **{
+        f"{stage}_duration_us": (f"{name} time of successful requests.", f"{_STATS}.{stage}.ns")
+        for stage, name in (
+            ("queue", "Queue"),
+            ("compute_input", "Preprocessing"),
+            ("compute_infer", "Inference"),
+            ("compute_output", "Postprocessing"),
+        )
+    },
+}
+_VERSIONED: Final = ("model", "version")
 
 # Time for a client to send its request and receive the response, in seconds.
 _REQUEST_S = 5.0
 _MAX_CONNECTIONS = 32
 # Interval in seconds at which the server checks for expired connections and for its shutdown.
 _POLL_S = 0.05
+
+
+class ModelCollector(Collector):
+    """Collector of the request statistics, state and admission slots of all models."""
+
+    # OpenMetrics requires that the names of counters end in `_total`. The names of Triton's
+    # counters do not, so these are exported without a type.
+
+    def __init__(self, models: ModelRepository) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current metrics."""
+        counted = self._models.resources.telemetry.metrics.statistics
+        # A reload can change names, so there may be counts of names that are not served any more.
+        names = {*self._models.states, *list(counted)}
+        models = [pipeline.model for pipeline in self._models.pipelines]
+        versions = {name: model.version for model in models for name in model.names}
+        statistics = {
+            (name, versions.get(name, MODEL_VERSION)): counted.get(name, ModelStatistics())
+            for name in names
+        }
+        yield from _triton_metrics(statistics)
+        yield from _model_metrics(models)
+        yield from _slot_metrics(self._models.pipelines)
+
+
+def _triton_metrics(statistics: Mapping[tuple[str, str], ModelStatistics]) -> Iterator[Metric]:
+    messages = {key: own.message(*key) for key, own in statistics.items()}
+    for metric, (documentation, path) in _TRITON.items():
+        value = attrgetter(path)
+        unit = 1000 if path.endswith(".ns") else 1
+        values = {key: value(own) // unit for key, own in messages.items()}
+        yield metric_family(_Untyped, f"nv_inference_{metric}", documentation, _VERSIONED, values)
+    failures = {
+        (*key, reason): own.failures.get(reason, 0)
+        for key, own in statistics.items()
+        for reason in TRITON_REASONS
+    }
+    metric, documentation = "nv_inference_request_failure", "Failed requests."
+    yield metric_family(_Untyped, metric, documentation, (*_VERSIONED, "reason"), failures)
+
+
+def _model_metrics(models: Sequence[ServedModel]) -> Iterator[Metric]:
+    batchers = {
+        (model.manifest.model_name, precision): batcher
+        for model in models
+        for precision, batcher in model.batchers.items()
+    }
+    metric, documentation = "nv_inference_pending_request_count", "Images waiting for a batch."
+    waiting = sum((batcher.waiting for batcher in batchers.values()), Counter())
+    pending = {(name, model.version): waiting[name] for model in models for name in model.names}
+    yield metric_family(_Gauge, metric, documentation, _VERSIONED, pending)
+
+    metric, documentation = "maskrcnn_engines_up", "Worker processes that accept batches."
+    up = {key: batcher.engines_up for key, batcher in batchers.items()}
+    yield metric_family(_Gauge, metric, documentation, ("model", "precision"), up)
+
+    metric = "maskrcnn_engine_restarts"
+    documentation = "Worker processes replaced since the model was loaded."
+    restarts = {key: batcher.restarts for key, batcher in batchers.items()}
+    yield metric_family(_Counter, metric, documentation, ("model", "precision"), restarts)
+
+    metric, documentation = "maskrcnn_model_info", "Backend and device of the model; always 1."
+    labels = ("model", "precision", "backend", "device")
+    info = {(*key, b.info.backend, b.info.device): 1 for key, b in batchers.items()}
+    yield metric_family(_Gauge, metric, documentation, labels, info)
+
+
+def _slot_metrics(pipelines: Sequence[Pipeline]) -> Iterator[Metric]:
+    wait = "Estimated queue time of a request that arrives now."
+    for name, documentation, value in (
+        ("slots", "Admission slots at the recent service rate.", attrgetter("capacity")),
+        ("slots_in_use", "Admission slots in use.", attrgetter("in_use")),
+        ("estimated_wait_seconds", wait, attrgetter("estimated_wait_s")),
+    ):
+        values = {(own.model.manifest.model_name,): value(own.admission) for own in pipelines}
+        yield metric_family(_Gauge, f"maskrcnn_{name}", documentation, ("model",), values)
 
 
 def add_server_metrics(

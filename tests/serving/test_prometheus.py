@@ -23,8 +23,8 @@ from unloadable_server import serving
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
-from maskrcnn_trt.serving.prometheus import endpoint
-from maskrcnn_trt.serving.prometheus.collectors import GPU_METRICS
+from maskrcnn_trt.serving import prometheus
+from maskrcnn_trt.serving.monitoring.machine_metrics import GPU_METRICS
 
 Encode = Callable[..., bytes]
 
@@ -222,7 +222,7 @@ async def test_both_formats_have_the_documented_metrics(served: Any) -> None:
     assert {"nv_inference_count", "maskrcnn_rejected_total"} <= samples
 
     exported = {f.name for f in plain if not re.match("process_|.*_created", f.name)}
-    page = (Path(endpoint.__file__).parents[1] / "deploy" / "monitoring.md").read_text()
+    page = (Path(prometheus.__file__).parent / "deploy" / "monitoring.md").read_text()
     documented = set()
     for name in re.findall(r"`((?:nv|maskrcnn)_[a-z_,{}]+)`", page):
         before, options, after = re.fullmatch(r"([^{]*){?([^}]*)}?(.*)", name).groups()

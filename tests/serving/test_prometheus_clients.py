@@ -16,9 +16,8 @@ from prometheus_client.registry import Collector
 from scraped_metrics import read
 from server_load import wait_until
 
+from maskrcnn_trt.serving import metrics_server, prometheus
 from maskrcnn_trt.serving.monitoring.logs import AcceptFailures
-from maskrcnn_trt.serving.prometheus import endpoint
-from maskrcnn_trt.serving.prometheus.endpoint import metrics_server
 
 Connect = Callable[[], socket.socket]
 
@@ -143,7 +142,7 @@ def test_silent_clients_block_neither_others_nor_the_shutdown(registry: Collecto
 def test_lack_of_file_descriptors_is_one_warning(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(endpoint, "accept_failures", AcceptFailures())
+    monkeypatch.setattr(prometheus, "accept_failures", AcceptFailures())
     address = urlsplit(url)
     assert address.hostname
     assert address.port

@@ -17,13 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from scraped_metrics import metrics_from_log, read
 from server_load import server_process
 
-from maskrcnn_trt.serving.prometheus.collectors import GPU_METRICS, LoopLag
-from maskrcnn_trt.serving.prometheus.cpu_collector import CpuCollector
+from maskrcnn_trt.serving.monitoring.machine_metrics import GPU_METRICS, CpuCollector, LoopLag
 
 PROGRAM = """
 import logging
 from prometheus_client import CollectorRegistry, generate_latest
-from maskrcnn_trt.serving.prometheus.collectors import GpuCollector
+from maskrcnn_trt.serving.monitoring.machine_metrics import GpuCollector
 logging.basicConfig(level=logging.INFO)
 registry = CollectorRegistry()
 registry.register(GpuCollector())
@@ -163,7 +162,7 @@ def test_blocked_event_loop_is_measured() -> None:
 async def test_cpu_is_measured_again_after_a_lack_of_file_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("maskrcnn_trt.serving.prometheus.cpu_collector._INTERVAL_S", 0.01)
+    monkeypatch.setattr("maskrcnn_trt.serving.monitoring.machine_metrics._CPU_INTERVAL_S", 0.01)
     task = asyncio.create_task(CpuCollector().run())
     await asyncio.sleep(0.05)
     with no_free_files():

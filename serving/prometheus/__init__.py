@@ -1,1 +1,0 @@
-"""Prometheus endpoint: metrics of requests, model, event loop, CPU and GPUs."""
