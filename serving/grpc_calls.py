@@ -11,7 +11,7 @@ class CallContext(Protocol):
     """Context of one request: the subset of `grpc.aio.ServicerContext` that HTTP supports too.
 
     Implementations: gRPC's context class, `serving.front_ends.link.ForwardedCall` and
-    `serving.http.call.HttpCall`.
+    `serving.http.endpoint.HttpCall`.
     """
 
     def peer(self) -> str:

@@ -22,8 +22,7 @@ from .front_ends.server import FrontEndServer, front_end_count
 from .host import notify_service_manager
 from .monitoring.machine_metrics import CpuCollector, LoopLag
 from .monitoring.telemetry import Telemetry, load_tracer
-from .open_inference.service import InferenceService
-from .open_inference.unsupported import UnsupportedMethods
+from .open_inference.service import InferenceService, UnsupportedMethods
 from .pipeline.model_repository import ModelRepository
 from .pipeline.served_model import ModelSource
 from .pipeline.threads import in_daemon_thread
@@ -42,7 +41,7 @@ from .rpc.listener import (
 )
 
 if TYPE_CHECKING:
-    from .http.listener import HttpServer  # needs the extra `http`
+    from .http.server import HttpServer  # needs the extra `http`
 
 _log = logging.getLogger(__name__)
 
@@ -217,9 +216,8 @@ def _http_server(
     """
     if config.http_port is None:
         return None
-    from .http.app import http_app
     from .http.endpoint import Transport
-    from .http.listener import HttpServer
+    from .http.server import HttpServer, http_app
 
     transport = Transport(access, models.resources.telemetry.tracer, config)
     app = http_app(detector, inference, models, transport)
@@ -231,7 +229,7 @@ def _check_http_packages(config: ServeConfig) -> None:
     if config.http_port is None:
         return
     try:
-        from .http import app, listener  # noqa: F401
+        from .http import server  # noqa: F401
     except ModuleNotFoundError as error:
         raise ServingError(
             f"http_port needs {error.name}, which is not installed; "

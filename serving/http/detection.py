@@ -21,9 +21,7 @@ from ..pipeline.model_repository import ModelRepository
 from ..pipeline.threads import in_daemon_thread
 from ..result_formats import BYTES_PER_PIXEL, annotated_png, json_from_detections
 from ..rpc.detector_service import DetectorService
-from .call import HttpCall
-from .endpoint import Endpoint, JsonResponse, Transport
-from .message_json import value_from_message
+from .endpoint import Endpoint, HttpCall, JsonResponse, Transport, value_from_message
 
 _SERVICE: Final = "/maskrcnn.v1.Detector/"
 _MASK_FORMATS: Final = {

@@ -1,18 +1,21 @@
-"""Handling of one HTTP request: request ID, tracing, access control, errors as JSON."""
+"""Handling of one HTTP request: context, request ID, tracing, access control, JSON response."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import ipaddress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
+from google.protobuf.message import Message
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..config import ServeConfig
+from ..config import ServeConfig, address_of
 from ..errors import (
     ExpiredError,
     ForbiddenError,
@@ -20,12 +23,12 @@ from ..errors import (
     ServingError,
     StoppingError,
 )
+from ..grpc_calls import CallOutcome
 from ..grpc_status import http_status_from_status, status_and_message
 from ..messages import REQUEST_ID_KEY
 from ..monitoring.logs import name_call
 from ..monitoring.telemetry import Tracer
 from ..rpc.access_control import ADMIN_METHODS, AccessInterceptor
-from .call import AbortedCallError, HttpCall
 
 # Seconds after which clients may repeat a request that an overloaded server has rejected.
 _RETRY_AFTER_S: Final = 1
@@ -33,14 +36,106 @@ _RETRY_AFTER_S: Final = 1
 _BROWSER_HEADERS: Final = ("origin", "sec-fetch-site")
 
 
-class JsonResponse(Response):
-    """HTTP response whose body is JSON: a value to serialise, or bytes that are JSON already."""
+class AbortedCallError(Exception):
+    """Error that ends an aborted request. The `HttpCall` holds the gRPC status and the message."""
 
-    media_type = "application/json"
 
-    def render(self, content: Any) -> bytes:
-        """Return the body of the response: `content` as JSON, or unchanged if it is bytes."""
-        return content if isinstance(content, bytes) else to_json(content)
+class HttpCall(CallOutcome):
+    """Context of an HTTP request. Services and access control use it like gRPC's own context.
+
+    Call `end` after the response has been sent or the client has disconnected.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_bytes: int) -> None:
+        """Create the context of an ASGI request.
+
+        Args:
+            scope: Scope of the request.
+            receive: ASGI function that returns the next message of the client.
+            send: ASGI function that sends a message to the client.
+            max_bytes: Maximum size of the request's body in bytes.
+        """
+        super().__init__()
+        self.request = Request(scope, receive, send)
+        self._max_bytes = max_bytes
+        self._body = b""
+        # Whether the client has disconnected before the response was complete.
+        self.is_disconnected = False
+
+    def peer(self) -> str:
+        """Return the client's address as gRPC formats it, such as `ipv4:127.0.0.1:50000`."""
+        host, port = self.request.scope["client"] or ("", 0)
+        with contextlib.suppress(ValueError):
+            # A socket for IPv4 and IPv6 reports 127.0.0.1 as ::ffff:127.0.0.1.
+            address = ipaddress.ip_address(host)
+            host = str(getattr(address, "ipv4_mapped", None) or address)
+        return f"{'ipv6' if ':' in host else 'ipv4'}:{address_of(host, port)}"
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
+        """Return the headers of the request."""
+        return self.request.headers.items()
+
+    async def read(self) -> bytes:
+        """Receive the body of the request and return it.
+
+        Raises:
+            HTTPException: the body is larger than `max_bytes`, or compressed.
+            starlette.requests.ClientDisconnect: the client disconnected.
+        """
+        headers = self.request.headers
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise HTTPException(415, "the body is compressed; send it without Content-Encoding")
+        size, chunks = int(headers.get("content-length", 0)), []
+        self._check_size(size)
+        size = 0
+        async for chunk in self.request.stream():
+            size += len(chunk)
+            self._check_size(size)
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise HTTPException(
+                413,
+                f"the body is larger than {self._max_bytes} bytes; send a smaller image, or raise "
+                "the server's max_message_mb",
+            )
+
+    def keep_body(self, body: bytes) -> None:
+        """Store the body of the request until `take_body` is called."""
+        self._body = body
+
+    def take_body(self) -> bytes:
+        """Return the body that `keep_body` stored, and drop this object's reference to it."""
+        body, self._body = self._body, b""
+        return body
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        """Store the gRPC status and its message, and raise AbortedCallError to end the request."""
+        self._code, self._details = code, details
+        raise AbortedCallError(details)
+
+    @contextlib.asynccontextmanager
+    async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
+        """Context manager: cancel the code in the `async with` block if the client disconnects.
+
+        Read the request's body before the block, because all messages of the client that arrive
+        during the block are discarded.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        watcher = asyncio.create_task(self._cancel_on_disconnect(task))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    async def _cancel_on_disconnect(self, task: asyncio.Task[Any]) -> None:
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+        self.is_disconnected = True
+        task.cancel()
 
 
 @dataclass(frozen=True)
@@ -148,6 +243,16 @@ class Endpoint:
             )
 
 
+class JsonResponse(Response):
+    """HTTP response whose body is JSON: a value to serialise, or bytes that are JSON already."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return the body of the response: `content` as JSON, or unchanged if it is bytes."""
+        return content if isinstance(content, bytes) else to_json(content)
+
+
 def error_response(status: grpc.StatusCode, message: str) -> Response:
     """Return the HTTP response for a gRPC status code and an error message."""
     code = http_status_from_status(status)
@@ -175,3 +280,34 @@ async def _send(response: Response, send: Send) -> None:
     # The transport buffers a body of any size. The next message waits until the buffer is nearly
     # empty.
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def value_from_message(message: Message) -> dict[str, Any]:
+    """Convert a message to a JSON object with the field names of the .proto file.
+
+    Unlike in protobuf's own JSON, 64-bit integers are numbers, as Triton's clients expect, and
+    fields with default values are included. Message fields, optional fields and members of a oneof
+    are omitted if they are not set.
+    """
+    value: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        if field.has_presence and not message.HasField(field.name):
+            continue
+        content = getattr(message, field.name)
+        kind = field.message_type
+        if kind is not None and kind.GetOptions().map_entry:
+            entry = kind.fields_by_name["value"]
+            value[field.name] = {key: _json_value(entry, content[key]) for key in content}
+        elif field.is_repeated:
+            value[field.name] = [_json_value(field, element) for element in content]
+        else:
+            value[field.name] = _json_value(field, content)
+    return value
+
+
+def _json_value(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return value_from_message(value)
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[value].name
+    return value

@@ -9,18 +9,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...protos.inference import open_inference_pb2 as pb
-from ..open_inference.service import InferenceService
-from ..open_inference.unsupported import HTTP_ANSWERS
+from ..open_inference.service import HTTP_ANSWERS, InferenceService
 from ..pipeline.model_repository import ModelRepository
-from .call import HttpCall
-from .endpoint import Endpoint, JsonResponse, Transport
-from .message_json import value_from_message
+from .endpoint import Endpoint, HttpCall, JsonResponse, Transport, value_from_message
 from .open_inference_json import (
     BinaryOutputs,
+    IndexRequest,
+    ModelControlRequest,
     http_from_infer_response,
     infer_request_from_http,
+    parse_json,
 )
-from .open_inference_schema import IndexRequest, ModelControlRequest, parse_json
 
 # Header with the size of the JSON part of a body that continues with binary data.
 JSON_LENGTH: Final = "inference-header-content-length"

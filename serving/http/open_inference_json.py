@@ -1,20 +1,23 @@
-"""Conversion between protobuf messages and JSON with binary tensors (Open Inference Protocol)."""
+"""JSON of the Open Inference Protocol over HTTP: its validation, and conversion to messages."""
 
 import base64
 import binascii
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_json
 
 from ...protos.inference import open_inference_pb2 as pb
 from ..errors import InvalidRequestError
 from ..open_inference.input_images import split_raw
 from ..open_inference.responses import serialised_strings
-from .open_inference_schema import InferRequest, InputTensor, Parameters, parse_json
+
+_Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Parameters = dict[str, bool | _Int64 | float | str]
 
 # Maximum number of values in the JSON part of a request. Parsing them takes about 50 ms.
 _MAX_VALUES: Final = 1 << 20
@@ -34,6 +37,71 @@ _PARAMETER_FIELDS: Final = {
     float: "double_param",
     str: "string_param",
 }
+
+
+class _Json(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class InputTensor(_Json):
+    """Input tensor. Its contents are in `data`, or after the JSON as binary data.
+
+    Binary data requires the parameter `binary_data_size`.
+    """
+
+    name: str
+    # Sizes; the first is the number of images.
+    shape: list[_Int64]
+    datatype: str
+    parameters: Parameters = {}
+    # Nested or flat. BYTES: base64 of image files. UINT8 and FP32: pixels.
+    data: list[Any] | None = None
+
+
+class RequestedOutput(_Json):
+    """Output tensor to return. The parameter `binary_data` requests raw bytes after the JSON."""
+
+    name: str
+    parameters: Parameters = {}
+
+
+class InferRequest(_Json):
+    """JSON part of an inference request."""
+
+    id: str | None = None
+    parameters: Parameters = {}
+    inputs: list[InputTensor]
+    outputs: list[RequestedOutput] = []
+
+
+class ModelControlRequest(_Json):
+    """Body of a request to load or unload a model."""
+
+    parameters: dict[str, bool | _Int64 | str] = {}
+
+
+class IndexRequest(_Json):
+    """Body of a request for the repository index. `ready`: list only models that are ready."""
+
+    ready: bool = False
+
+
+def parse_json(kind: type[BaseModel], text: bytes) -> Any:
+    """Parse and validate a JSON object, and return it as an instance of `kind`.
+
+    Args:
+        kind: Class of the result.
+        text: JSON text. Empty: an object without members.
+
+    Raises:
+        InvalidRequestError: the text is not valid JSON, or does not match the fields of `kind`.
+    """
+    try:
+        return kind.model_validate_json(text or b"{}")
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, details["loc"])) or "the body"
+        raise InvalidRequestError(f"{place}: {details['msg']}") from None
 
 
 class BinaryOutputs(NamedTuple):

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
 from .detection import DetectQuery
-from .open_inference_schema import IndexRequest, InferRequest, ModelControlRequest
+from .open_inference_json import IndexRequest, InferRequest, ModelControlRequest
 
 _REF: Final = "#/components/schemas/{model}"
 _JSON: Final = "application/json"

@@ -13,7 +13,6 @@ from ...model.image_limits import ImageError, check_size
 from ...protos.inference import open_inference_pb2 as pb
 from ..errors import InvalidRequestError
 from ..steps.preprocessing import SourceImage
-from .unsupported import SHARED_MEMORY
 
 # Name of the input tensor. Datatype BYTES, shape [B] or [B, 1]: B encoded images. Datatype UINT8 or
 # FP32, shape [B, H, W, 3]: RGB pixels in 0..255.
@@ -33,6 +32,9 @@ _FIELDS: Final[Mapping[str, str]] = {
 _LENGTH_BYTES = 4
 # Number of pixel values to convert at a time. That takes well below a millisecond.
 _CHUNK = 8192
+
+# Error message for requests that use shared memory.
+SHARED_MEMORY: Final = "shared memory is not supported; send the tensors within the request"
 
 
 @dataclass(frozen=True)

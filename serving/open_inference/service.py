@@ -3,7 +3,7 @@
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import grpc
 
@@ -25,12 +25,30 @@ from ..pipeline.pipeline import Pipeline
 from ..rpc.health import HealthService
 from ..rpc.streams import Admission, Streams
 from .inference import infer
+from .input_images import SHARED_MEMORY
 from .responses import model_config, model_metadata, server_metadata
 
 _READY = "READY"
 
 _StreamContext = grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse]
 _Method = Callable[["InferenceService", Any, CallContext], Awaitable[Any]]
+
+_SERVICE: Final = f"/{pb.DESCRIPTOR.services_by_name['GRPCInferenceService'].full_name}/"
+# Error message by prefix of the method's name.
+_ANSWERS: Final = {
+    "SystemSharedMemory": SHARED_MEMORY,
+    "CudaSharedMemory": SHARED_MEMORY,
+    "TraceSetting": "trace settings cannot be changed; start the server with --tracing true",
+    "LogSettings": "log settings cannot be changed; start the server with --log-level",
+}
+# Error message by HTTP path below `/v2`.
+HTTP_ANSWERS: Final = {
+    "/systemsharedmemory/{rest:path}": SHARED_MEMORY,
+    "/cudasharedmemory/{rest:path}": SHARED_MEMORY,
+    "/trace/setting": _ANSWERS["TraceSetting"],
+    "/models/{model}/trace/setting": _ANSWERS["TraceSetting"],
+    "/logging": _ANSWERS["LogSettings"],
+}
 
 
 def _aborting(method: _Method) -> _Method:
@@ -280,3 +298,25 @@ class InferenceService(GRPCInferenceServiceServicer):
 def _reject_unknown(names: Collection[str], hint: str) -> None:
     if names:
         raise InvalidRequestError(f"unknown parameter {min(names)!r}; {hint}")
+
+
+class UnsupportedMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
+    """Handler that rejects methods of Triton's protocol that this server does not support.
+
+    The status is UNIMPLEMENTED, and the message explains the reason. Without this handler, gRPC
+    would respond with the message "Method not found!".
+    """
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """Return a handler that rejects an unsupported method. Return None for other methods."""
+        method = handler_call_details.method
+        for name, answer in _ANSWERS.items():
+            if method.startswith(f"{_SERVICE}{name}"):
+                # ServerLiveRequest has no fields, so any message parses as one.
+                parse = pb.ServerLiveRequest.FromString
+                return grpc.unary_unary_rpc_method_handler(functools.partial(_abort, answer), parse)
+        return None
+
+
+async def _abort(answer: str, _: object, context: CallContext) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, answer)

@@ -16,8 +16,9 @@ from prometheus_client.registry import Collector
 from scraped_metrics import read
 from server_load import wait_until
 
-from maskrcnn_trt.serving import metrics_server, prometheus
+from maskrcnn_trt.serving import prometheus
 from maskrcnn_trt.serving.monitoring.logs import AcceptFailures
+from maskrcnn_trt.serving.prometheus import metrics_server
 
 Connect = Callable[[], socket.socket]
 

@@ -13,10 +13,10 @@ import pytest
 from http_server import HttpAddress, served_over_http
 from PIL import Image
 
-import maskrcnn_trt.serving.http.app
+import maskrcnn_trt.serving.http.server
 
 Encode = Callable[..., bytes]
-PAGE = Path(maskrcnn_trt.serving.http.app.__file__).parent / "page"
+PAGE = Path(maskrcnn_trt.serving.http.server.__file__).parent / "page"
 TOKEN = "s3cret"
 
 
