@@ -55,7 +55,7 @@ _COMMANDS = {
         "serving.commands.client:client", "Detect objects in images with a server."
     ),
     "health": _LazyCommand(
-        "serving.commands.health:health", "Check whether a server can process requests."
+        "serving.commands.client:health", "Check whether a server can process requests."
     ),
     "doctor": _LazyCommand(
         "serving.commands.doctor:doctor",

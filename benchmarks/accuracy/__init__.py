@@ -150,7 +150,7 @@ def _evaluate_bundle(
 ) -> None:
     from dataclasses import asdict
 
-    from ...serving.commands.model_reference import bundle_for_backend
+    from ...serving.commands.options import bundle_for_backend
     from ...training.evaluation.validation import check_expected
     from .measure import evaluate_bundle
 

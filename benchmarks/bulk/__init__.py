@@ -83,7 +83,7 @@ def bulk(
 
     MODEL is a bundle, a checkpoint, or a name that `maskrcnn weights list` prints.
     """
-    from ...serving.commands.model_reference import bundle_for_backend
+    from ...serving.commands.options import bundle_for_backend
     from .measure import BulkSettings, measure_bulk
 
     images = read_images(sources)

@@ -118,7 +118,7 @@ def _models_from(
     """
     from ...model.weights.downloads import weights_path
     from ...model.weights.zoo import is_zoo_name
-    from ...serving.commands.model_reference import bundle_for_backend
+    from ...serving.commands.options import bundle_for_backend
 
     models = []
     for reference in references:

@@ -98,7 +98,7 @@ def serve(
     options of `maskrcnn serve` for this server.
     """
     from ...model.weights.zoo import is_zoo_name
-    from ...serving.commands.model_reference import bundle_for_backend
+    from ...serving.commands.options import bundle_for_backend
     from .measure import NOISE, ServeSettings, measure_bundle, measure_server
     from .record import serve_record
 

@@ -1,25 +1,28 @@
 """Command `doctor`: check this machine; with `--tensorrt`, run TensorRT from end to end.
 
-The page export/engines/README.md describes the steps of this run.
+The page export/engines/README.md describes the steps of this run. `serve --doctor` also checks this
+machine, and prints its results in the same way.
 """
 
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import click
 from click.core import ParameterSource
 
-from ..host import gpu_names
+from ..errors import BackendError
+from ..host import gpu_names, installed_versions
 
 FOLDER: Final = "runs/first"
 REPORT: Final = Path(FOLDER, "report")
@@ -31,6 +34,29 @@ _TESTS: Final = Path("tests/plugins")
 _AP_TOLERANCE: Final = 0.005
 # Lines of a command's output that are shown if it fails.
 _SHOWN_LINES: Final = 15
+
+_DISTRIBUTIONS: Final = (
+    "maskrcnn-trt",
+    "grpcio",
+    "protobuf",
+    "numpy",
+    "pillow",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "torch",
+    "tensorrt",
+    "tensorrt-rtx",
+    "pycuda",
+)
+
+State = Literal["ok", "note", "warning", "fault"]
+
+_STYLES: Final[Mapping[State, str]] = {
+    "ok": "green",
+    "note": "dim",
+    "warning": "yellow",
+    "fault": "bold red",
+}
 
 
 class FirstRunStep(NamedTuple):
@@ -134,8 +160,6 @@ def doctor(tensorrt: bool, first: int) -> None:
     After a failed step the others do not run, and the exit code is 1. `maskrcnn serve MODEL
     --doctor` checks a bundle and the settings of a server.
     """
-    from .machine_checks import machine_section, show
-
     source = click.get_current_context().get_parameter_source("first")
     if source is ParameterSource.COMMANDLINE and not tensorrt:
         raise click.UsageError("--from has no effect without --tensorrt")
@@ -261,3 +285,65 @@ def _output_of(command: Sequence[str]) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}\n"
+
+
+class CheckResult(NamedTuple):
+    """Result of one check: the item checked and its outcome."""
+
+    subject: str
+    text: str
+    # "fault": the server would not start, or clients would reject it.
+    state: State = "ok"
+
+
+class CheckSection(NamedTuple):
+    """Results of related checks, under a title."""
+
+    title: str
+    results: list[CheckResult]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no check found a fault."""
+        return all(result.state != "fault" for result in self.results)
+
+
+def machine_section() -> CheckSection:
+    """Return the package versions and GPUs of this machine, and problems with ONNX Runtime."""
+    versions = {"Python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)}
+    gpus = gpu_names() or ("nvidia-smi reports none",)
+    results = [
+        *(CheckResult(name, version) for name, version in versions.items()),
+        *(CheckResult("GPU", gpu) for gpu in gpus),
+        *_onnxruntime_results(),
+    ]
+    return CheckSection("Machine", results)
+
+
+def show(sections: Iterable[CheckSection]) -> bool:
+    """Print each section as it arrives. Return True if no check found a fault."""
+    # Imported here because --help does not need it.
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    healthy = True
+    for section in sections:
+        table = Table(title=section.title, title_justify="left", box=SIMPLE_HEAD, show_header=False)
+        for result in section.results:
+            state = Text(result.state, _STYLES[result.state])
+            table.add_row(state, Text(result.subject), Text(result.text))
+        Console(markup=False, emoji=False).print(table)
+        healthy = healthy and section.is_healthy
+    return healthy
+
+
+def _onnxruntime_results() -> list[CheckResult]:
+    from ..backends.onnxruntime_packages import check_onnxruntime
+
+    try:
+        problem = check_onnxruntime()
+    except BackendError as error:  # a note, because other backends run without ONNX Runtime
+        return [CheckResult("ONNX Runtime", str(error), "note")]
+    return [CheckResult("ONNX Runtime", problem, "warning")] if problem else []

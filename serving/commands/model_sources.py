@@ -10,7 +10,7 @@ import click
 from ...model.bundle.manifest import MANIFEST_NAME, MODEL_NAME, MODEL_VERSION
 from ..config import ServeConfig
 from ..pipeline.served_model import ModelSource, versions_in
-from .model_reference import bundle_for_backend
+from .options import bundle_for_backend
 
 _NAMED: Final = re.compile(r"([^/=]+)=(.+)")
 

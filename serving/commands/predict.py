@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from ...model.bundle.manifest import Precision
 from ...model.plurals import counted
 from ..config import BackendName, ReportFormat, ServeConfig
-from .report_options import REPORT_OPTIONS, SOURCE, files_and_folder, is_address, options_of
+from .options import REPORT_OPTIONS, SOURCE, files_and_folder, is_address, options_of
 
 if TYPE_CHECKING:
     from ..detections import DetectionOptions
@@ -77,7 +77,7 @@ def predict(
     --precision is given, into the cache folder. IMAGES are files and folders, without subfolders.
     """
     from ..detections import DetectionOptions
-    from .model_reference import bundle_for_backend
+    from .options import bundle_for_backend
 
     options = DetectionOptions(score_threshold=score_threshold)
     precisions = () if precision is None else (precision,)

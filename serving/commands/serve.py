@@ -203,7 +203,7 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
     config = config_from_options(values)
     sources = model_sources(models, config)
     if doctor:
-        from .machine_checks import show
+        from .doctor import show
         from .server_checks import diagnose
 
         healthy = show(diagnose(sources, config, setting_sources()))

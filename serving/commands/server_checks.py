@@ -23,7 +23,7 @@ from ..rpc.certificates import server_certificate
 from ..rpc.listener import check_port
 from ..rpc.message_reader import MESSAGES_PER_SLOT
 from ..server import detection_server
-from .machine_checks import CheckResult, CheckSection, State, machine_section
+from .doctor import CheckResult, CheckSection, State, machine_section
 
 # Remaining days of validity below which a certificate gets a warning.
 _MIN_CERTIFICATE_DAYS: Final = 14

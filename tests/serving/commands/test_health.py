@@ -8,7 +8,7 @@ from in_process_server import served_in_thread
 from triton_requests import MODEL
 from tritonclient.grpc import InferenceServerClient
 
-from maskrcnn_trt.serving.commands.health import health
+from maskrcnn_trt.serving.commands.client import health
 
 
 def result_of(*words: object) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from bundle_copies import linked_copy
 from click.testing import CliRunner, Result
 
 from maskrcnn_trt.model.host_resources import available_memory
-from maskrcnn_trt.serving.commands.machine_checks import CheckResult, CheckSection
+from maskrcnn_trt.serving.commands.doctor import CheckResult, CheckSection
 from maskrcnn_trt.serving.commands.serve import serve
 from maskrcnn_trt.serving.commands.server_checks import diagnose
 from maskrcnn_trt.serving.config import ServeConfig

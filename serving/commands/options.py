@@ -1,0 +1,199 @@
+"""Options and arguments that several commands share: files, output, connection, and model."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import click
+
+from ...model.bundle.manifest import MANIFEST_NAME, Precision
+from ...model.bundle.spec import ShapeBucket
+from ...model.config.option_types import FiniteRange
+from ..config import BackendName, ReportFormat, check_address
+from ..host import gpu_names
+
+if TYPE_CHECKING:
+    from ..client import Credentials
+
+_Command = Callable[..., None]
+
+# Click type of an image or a folder of images.
+SOURCE = click.Path(exists=True, path_type=Path)
+
+REPORT_OPTIONS = (
+    click.option(
+        "-o", "--output", type=click.Path(file_okay=False), default="detections",
+        show_default=True,
+        help="Output folder. To write annotated images, it must not be a folder of input images.",
+    ),
+    click.option(
+        "--format", "formats", multiple=True, type=click.Choice(get_args(ReportFormat)),
+        default=("pictures", "coco"), show_default=True,
+        help="Output format; repeat the option for several. `pictures`: a PNG of each image with "
+        "its detections drawn. `coco`: one detections.json in COCO format. `numpy`: an NPZ of the "
+        "arrays of each image. Results are named as the image without its suffix, or with it if "
+        "several images have this name.",
+    ),
+    click.option(
+        "--score-threshold", type=FiniteRange(0, 1), default=0.5, show_default=True,
+        help="Keep only detections with a higher score.",
+    ),
+)  # fmt: skip
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+TLS_OPTIONS = (
+    click.option(
+        "--tls/--no-tls", default=None,
+        help="Use TLS. The options below imply --tls. With --no-tls the token is sent in plain "
+        "text; use it if something else encrypts the connection, such as a service mesh.",
+    ),
+    click.option(
+        "--root-certificate", type=_FILE,
+        help="PEM of the CA that signed the server's certificate. Not needed for public CAs.",
+    ),
+    click.option("--certificate", type=_FILE, help="PEM of the client certificate."),
+    click.option("--key", type=_FILE, help="PEM of the private key of --certificate."),
+)  # fmt: skip
+CREDENTIAL_OPTIONS = (
+    *TLS_OPTIONS,
+    click.option(
+        "--token-file", type=_FILE,
+        help="File with the bearer token for the server; # begins a comment.",
+    ),
+)  # fmt: skip
+
+
+def options_of(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    """Return a decorator that adds `options` to a command, whose help lists them in this order."""
+
+    def decorate(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def is_address(path: object) -> bool:
+    """Return whether a path is an address such as `s3://bucket/folder`, not a local path."""
+    return "://" in str(path)
+
+
+def files_and_folder(
+    images: Sequence[Path | str], output: str, formats: Sequence[ReportFormat]
+) -> tuple[list[Path], Path]:
+    """Return the input image files and the output folder, after checking both.
+
+    Raises:
+        click.UsageError: A path is an address, such as `s3://bucket/folder`; there are no images;
+            or outputs would overwrite each other or be written into a folder of input images.
+    """
+    # Imported here because the module loads Pillow, which --help does not need.
+    from .reports import check_folder, image_files
+
+    for image in images:
+        if is_address(image):
+            raise click.UsageError(
+                f"{image} is an address, not a local path; reading it requires --ray"
+            )
+    if is_address(output):
+        raise click.UsageError(
+            f"{output} is an address, not a local folder, and only predict --ray can write to it; "
+            "choose a folder with --output"
+        )
+    files, folder = image_files([Path(image) for image in images]), Path(output)
+    check_folder(folder, files, formats)
+    return files, folder
+
+
+def checked_address(_: click.Context, __: click.Parameter, value: str) -> str:
+    """Validate and return the address of a server. Callback of a click argument.
+
+    Raises:
+        click.BadParameter: the address is not valid.
+    """
+    try:
+        check_address(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
+
+
+def credentials_from_options(
+    *,
+    tls: bool | None,
+    root_certificate: Path | None,
+    certificate: Path | None,
+    key: Path | None,
+    token_file: Path | None = None,
+) -> "Credentials":
+    """Return the credentials that the command's options describe.
+
+    `tls` states whether to use TLS. None: use it if a certificate, key or token file is given.
+
+    Raises:
+        click.UsageError: the options contradict each other, or the token file is not valid.
+    """
+    from ..client import Credentials
+
+    files = (root_certificate, certificate, key)
+    # Credentials imply TLS unless --no-tls is given.
+    uses_tls = bool(token_file or any(files)) if tls is None else tls
+    if (certificate is None) != (key is None):
+        raise click.UsageError("--certificate and --key go together; give both or none")
+    if any(files) and not uses_tls:
+        raise click.UsageError("certificates require TLS; omit the certificates or --no-tls")
+    root, own, private = (None if path is None else path.read_bytes() for path in files)
+    token = None if token_file is None else _read_token(token_file)
+    return Credentials(
+        root_certificate=root, certificate=own, key=private, token=token, tls=uses_tls
+    )
+
+
+def _read_token(path: Path) -> str:
+    from ..credential_files import read_tokens
+    from ..errors import ServingError
+
+    try:
+        tokens = read_tokens(path)
+    except ServingError as error:
+        raise click.UsageError(str(error)) from None
+    if len(tokens) > 1:
+        raise click.UsageError(f"{path} holds {len(tokens)} tokens; keep only your own in the file")
+    return tokens[0]
+
+
+def bundle_for_backend(
+    reference: str | Path,
+    backend: BackendName,
+    precisions: Sequence[Precision] = (),
+    buckets: Sequence[ShapeBucket] = (),
+) -> Path:
+    """Return the bundle of a model reference. A checkpoint or a named model is exported first.
+
+    Args:
+        reference: Model reference; see `bundle_from_reference`. The path of a bundle's manifest
+            stands for the bundle.
+        backend: Backend that will run the bundle. `auto`: torch if the machine has an NVIDIA GPU,
+            ONNX Runtime otherwise.
+        precisions: Precisions to export. Empty: fp32.
+        buckets: Input sizes to export. Empty: the model's own input sizes.
+
+    Raises:
+        ZooError: No published model has this name, or this package does not support the model.
+        DownloadError: The download failed, or the checksum of the downloaded file is wrong.
+        click.exceptions.Exit: The export failed. Its error message is on standard error.
+    """
+    # Imported here because --help does not need it.
+    from ...model.weights.bundle_cache import bundle_from_reference
+
+    path = Path(reference)
+    if path.name == MANIFEST_NAME:
+        path = path.parent
+    if path.is_dir():
+        return path
+    engines: tuple[str, ...] = () if backend == "onnxruntime" else (backend,)
+    if backend == "auto":
+        engines = ("torch",) if gpu_names() else ()
+    return bundle_from_reference(reference, precisions or ("fp32",), engines, buckets)
