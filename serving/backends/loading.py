@@ -1,9 +1,11 @@
-"""Selection and loading of the inference backend for a bundle."""
+"""Selection and loading of a bundle's inference backend, and check of ONNX Runtime's packages."""
 
 import importlib.util
 import logging
 import os
 from collections.abc import Mapping
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -11,7 +13,6 @@ from ...model.bundle.manifest import ArtifactKind, Manifest, Precision
 from ..config import BackendName
 from ..errors import BackendError
 from .base import Backend
-from .onnxruntime_packages import check_onnxruntime
 from .plan_checks import check_plans, probe_machine
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ _HARDWARE_QUEUES: Final = 32
 
 # Names of all backends, in the order in which `auto` tries them.
 BACKENDS: Final = tuple(_KINDS)
+
+_PACKAGES: Final = ("onnxruntime", "onnxruntime-gpu")
+_INSTALL: Final = (
+    'pip install "maskrcnn-trt[cpu]", or with an NVIDIA GPU pip install "maskrcnn-trt[gpu]"'
+)
 
 
 class BackendChoice(NamedTuple):
@@ -204,3 +210,26 @@ def _check_torch() -> None:
             "torch finds no NVIDIA GPU; check nvidia-smi, or compute on the CPU with --backend "
             "onnxruntime, or with --backend torch, which is slower but supports bf16"
         )
+
+
+def check_onnxruntime() -> str:
+    """Check that one of ONNX Runtime's two packages, for CPU or GPU, is installed.
+
+    Returns:
+        Warning with the problem and its repair if both packages are installed, else an empty text.
+
+    Raises:
+        BackendError: ONNX Runtime is not installed, or its files are missing.
+    """
+    installed = [name for name in _PACKAGES if any(metadata.distributions(name=name))]
+    # If both were installed and one is uninstalled, empty folders remain. Python takes them for a
+    # namespace package, whose `origin` is None.
+    spec = find_spec("onnxruntime")
+    if spec is None or (spec.origin is None and not installed):
+        raise BackendError(f"onnxruntime is not installed; install it with {_INSTALL}")
+    repair = f"run pip uninstall --yes {' '.join(_PACKAGES)}, then {_INSTALL}"
+    if spec.origin is None:
+        raise BackendError(f"the files of {installed[0]} are missing; {repair}")
+    if len(installed) > 1:
+        return f"{' and '.join(installed)} overwrite each other's files; {repair}"
+    return ""

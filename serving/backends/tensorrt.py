@@ -16,8 +16,7 @@ from ...model.resizing import Pixels
 from .base import HostOutputs, ModelOutputs, black_batch, check_outputs
 from .gpu_driver import load_driver
 from .plan_checks import check_memory, gpu_warning
-from .tensorrt_batches import BatchRunner
-from .tensorrt_graphs import LaunchGraphs
+from .tensorrt_batches import BatchRunner, LaunchGraphs
 from .tensorrt_plans import Plan, PlanRuntime, RuntimeCache, cache_path
 
 _log = logging.getLogger(__name__)

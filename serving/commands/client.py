@@ -119,7 +119,7 @@ def health(host: str, service: str, timeout_s: float, **security: Any) -> None:
     from grpc_health.v1 import health_pb2 as pb
     from grpc_health.v1.health_pb2_grpc import HealthStub
 
-    from ..client.call_errors import error_from_rpc
+    from ..client.connection import error_from_rpc
     from ..errors import ServingError
 
     credentials = credentials_from_options(**security)

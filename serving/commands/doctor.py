@@ -340,7 +340,7 @@ def show(sections: Iterable[CheckSection]) -> bool:
 
 
 def _onnxruntime_results() -> list[CheckResult]:
-    from ..backends.onnxruntime_packages import check_onnxruntime
+    from ..backends.loading import check_onnxruntime
 
     try:
         problem = check_onnxruntime()

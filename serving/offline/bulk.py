@@ -126,8 +126,8 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
     """
     if isinstance(backend, DeviceBackend):
         # Imported here because other backends must not load torch.
+        from ..steps.device_batches import FIRST_PAUSE_S
         from ..steps.device_steps import DeviceSteps
-        from ..steps.device_transfers import FIRST_PAUSE_S
 
         # With longer pauses, some runs were 7 % slower than others. A server, whose CPU time per
         # image matters more, was not slower.

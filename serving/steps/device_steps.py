@@ -25,12 +25,19 @@ from ..backends.base import DeviceBackend
 from ..detections import Detections, MaskFormat
 from .base import MODEL_STEP, BatchEntry, ImageRequest, Outcome, Step
 from .device_batches import (
+    LONGEST_PAUSE_S,
     DecodedBatch,
     InferredBatch,
     PastedBatch,
     PreparedBatch,
     ReadBatch,
+    StreamEvent,
+    copy_to_device,
+    copy_to_host,
+    file_for_device,
+    pixels_from_host,
     timing_of,
+    upright_pixels,
 )
 from .device_masks import (
     EncodedMasks,
@@ -39,15 +46,6 @@ from .device_masks import (
     encode_masks,
     scales_and_limits,
     selected_rles,
-)
-from .device_transfers import (
-    LONGEST_PAUSE_S,
-    StreamEvent,
-    copy_to_device,
-    copy_to_host,
-    file_for_device,
-    pixels_from_host,
-    upright_pixels,
 )
 from .postprocessing import detections_from_rows, kept_rows
 

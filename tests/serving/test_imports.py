@@ -14,7 +14,6 @@ WITH_EXTRAS = {
         "backends.tensorrt",
         "backends.tensorrt_device",
         "backends.torch",
-        "backends.torch_batches",
         "http.connection",
         "http.detection",
         "http.endpoint",
@@ -23,7 +22,6 @@ WITH_EXTRAS = {
         "steps.device_batches",
         "steps.device_masks",
         "steps.device_steps",
-        "steps.device_transfers",
         "offline.ray_prediction",
     )
 }

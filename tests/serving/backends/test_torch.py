@@ -20,7 +20,7 @@ from maskrcnn_trt.model.bundle.program import Program  # noqa: E402
 from maskrcnn_trt.model.bundle.spec import ShapeBucket  # noqa: E402
 from maskrcnn_trt.serving.backends.base import Backend, HostOutputs, ModelOutputs  # noqa: E402
 from maskrcnn_trt.serving.backends.loading import load_backend  # noqa: E402
-from maskrcnn_trt.serving.backends.torch_batches import GraphedProgram  # noqa: E402
+from maskrcnn_trt.serving.backends.torch import GraphedProgram  # noqa: E402
 from maskrcnn_trt.serving.errors import BackendError  # noqa: E402
 
 BUCKET, OTHER = ShapeBucket(96, 160), ShapeBucket(160, 96)
