@@ -29,8 +29,6 @@ from .pipeline.threads import in_daemon_thread
 from .prometheus import add_certificate_metric, add_server_metrics, metrics_server
 from .rpc.access_control import AccessInterceptor, AccessPolicy
 from .rpc.certificates import ServerCertificate, server_certificate
-from .rpc.detector_service import DetectorService, add_detector_service
-from .rpc.health import HealthService
 from .rpc.listener import (
     GrpcServer,
     RequestIdInterceptor,
@@ -39,6 +37,7 @@ from .rpc.listener import (
     check_ports,
     listening_server,
 )
+from .rpc.services import DetectorService, HealthService, add_detector_service
 
 if TYPE_CHECKING:
     from .http.server import HttpServer  # needs the extra `http`

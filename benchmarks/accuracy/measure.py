@@ -16,7 +16,7 @@ from ...model.image_limits import ImageError
 from ...serving.backends.loading import load_backend, served_precision
 from ...serving.config import BackendName
 from ...serving.detections import Detections
-from ...serving.offline.bulk import detect_many
+from ...serving.offline.detector import detect_many
 from ...serving.steps.base import Outcome
 from ...training.config import EvaluationConfig
 from ...training.data.coco.categories import check_categories

@@ -20,8 +20,16 @@ from ..backends.loading import load_backend
 from ..config import BackendName
 from ..detections import DEFAULT_OPTIONS, Detections, TimedResponse
 from ..messages import encode_detections
-from ..steps.base import BatchSteps, DeviceRequest, Engine, EngineInfo, ImageRequest, StepChain
-from ..steps.preprocessing import ModelInput, PlannedImage
+from ..steps.base import (
+    BatchSteps,
+    DeviceRequest,
+    Engine,
+    EngineInfo,
+    ImageRequest,
+    ModelInput,
+    PlannedImage,
+    StepChain,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ..grpc_status import abort_on_error
 from ..pipeline.model_repository import ModelRepository
 from ..pipeline.threads import in_daemon_thread
 from ..result_formats import BYTES_PER_PIXEL, annotated_png, json_from_detections
-from ..rpc.detector_service import DetectorService
+from ..rpc.services import DetectorService
 from .endpoint import Endpoint, HttpCall, JsonResponse, Transport, value_from_message
 
 _SERVICE: Final = "/maskrcnn.v1.Detector/"

@@ -22,7 +22,7 @@ from ..errors import ServingError
 from ..monitoring.logs import shorten_accept_failures
 from ..open_inference.service import InferenceService
 from ..pipeline.model_repository import ModelRepository
-from ..rpc.detector_service import DetectorService
+from ..rpc.services import DetectorService
 from .connection import HttpConnection
 from .detection import DetectionRoutes
 from .endpoint import JsonResponse, Transport, http_error_response

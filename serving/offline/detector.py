@@ -1,21 +1,32 @@
-"""Detection in one process, without a server."""
+"""Detection in one process, without a server: the detector, and batches with bounded read-ahead."""
 
-from collections.abc import Generator, Iterable
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Final, NamedTuple, Self
 
-from ...model.bundle.manifest import Precision, read_manifest
-from ...model.bundle.spec import MAX_PIXELS
+from ...model.bundle.manifest import Manifest, Precision, read_manifest
+from ...model.bundle.spec import MAX_PIXELS, ShapeBucket
+from ...model.image_files import read_image_file
 from ...model.image_limits import ImageError
+from ..backends.base import Backend, DeviceBackend
 from ..backends.loading import load_backend, served_precision
 from ..config import BackendName
 from ..detections import DEFAULT_OPTIONS, DetectionOptions, Detections
-from ..errors import BackendError
-from ..steps.base import ImageRequest, Outcome
-from ..steps.host_steps import HostSteps
-from ..steps.preprocessing import plan_image
-from .bulk import detect_many
+from ..errors import BackendError, image_error_from_os_error
+from ..steps.base import BatchEntry, BatchSteps, ImageRequest, Outcome, StepChain
+from ..steps.host_steps import HostSteps, plan_image
+
+# CPU cores that this process may use.
+CORES: Final = len(os.sched_getaffinity(0))
+
+# Maximum read-ahead in batches. When it is reached, `get` waits for the oldest image. It exceeds
+# the number of batches in flight on a GPU, so that images of a rare input size can fill a batch.
+_BATCHES_AHEAD = 8
 
 
 class Detector:
@@ -114,7 +125,7 @@ class Detector:
     def detect_many(
         self, images: Iterable[bytes | str | Path], options: DetectionOptions = DEFAULT_OPTIONS
     ) -> Generator[Outcome, None, None]:
-        """Detect objects in encoded images or files, in batches; see `bulk.detect_many`.
+        """Detect objects in encoded images or files, in batches; see the function `detect_many`.
 
         Yields:
             The detections or the error of each image, in order.
@@ -140,3 +151,211 @@ class Detector:
     def _check_open(self) -> None:
         if self._closed:
             raise BackendError("the detector is closed; create a new one")
+
+
+def detect_many(
+    images: Iterable[bytes | Path],
+    backend: Backend,
+    manifest: Manifest,
+    options: DetectionOptions = DEFAULT_OPTIONS,
+    *,
+    max_batch: int = 8,
+    max_pixels: int = MAX_PIXELS,
+    apply_orientation: bool = True,
+    threads: int = CORES,
+) -> Generator[Outcome, None, None]:
+    """Detect objects in encoded images, with bounded read-ahead.
+
+    Decoding, inference and mask encoding of different batches overlap. With a `DeviceBackend`, all
+    three run on the backend's device. With other backends, decoding and encoding run in CPU
+    threads.
+
+    Args:
+        images: Contents of JPEG, PNG or WebP files, or their paths. The thread that consumes the
+            results iterates over `images` and reads the files.
+        backend: Backend, loaded for batches of `max_batch`.
+        manifest: Manifest of the bundle that the backend was loaded from.
+        options: Options that select the detections to keep and the format of their masks.
+        max_batch: Maximum number of images in a batch.
+        max_pixels: Maximum number of pixels of an image. Larger images are rejected.
+        apply_orientation: Apply the rotation in the images' EXIF data.
+        threads: Maximum number of batches whose images are decoded concurrently. The same limit
+            applies separately to batches whose masks are encoded.
+
+    Returns:
+        Generator of the detections or the error of each image, in input order. Closing the
+        generator cancels the batches that have not started.
+    """
+
+    def plan(source: bytes | Path) -> BatchEntry:
+        try:
+            image = plan_image(
+                _read_source(source),
+                manifest.preprocessing,
+                backend.buckets,
+                max_pixels=max_pixels,
+                apply_orientation=apply_orientation,
+            )
+        except ImageError as error:
+            return error
+        return ImageRequest(image, options)
+
+    steps = batch_steps(backend, manifest, threads=threads)
+    return run_in_batches(map(plan, images), steps, max_batch)
+
+
+def _read_source(source: bytes | Path) -> bytes:
+    if isinstance(source, bytes):
+        return source
+    try:
+        return read_image_file(source)
+    except OSError as error:
+        raise image_error_from_os_error(error) from None
+
+
+def run_in_batches(
+    entries: Iterable[BatchEntry], steps: BatchSteps, max_batch: int
+) -> Generator[Outcome, None, None]:
+    """Process images in batches of one input size, with several batches in flight at once.
+
+    Args:
+        entries: Images, or the errors of invalid ones. The thread that consumes the results
+            iterates over `entries`.
+        steps: Processing steps of a backend, from `batch_steps`.
+        max_batch: Maximum number of images in a batch.
+
+    Yields:
+        The detections or the error of each image, in order.
+    """
+    with _Pipeline(steps) as pipeline:
+        queue = _BatchQueue(pipeline, max_batch)
+        for entry in entries:
+            queue.put(entry)
+            while queue.is_due:
+                yield queue.get()
+        queue.flush()
+        while queue:
+            yield queue.get()
+
+
+def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchSteps:
+    """Return the processing steps for a backend.
+
+    If the backend is a `DeviceBackend`, return `DeviceSteps`, which decode images and encode masks
+    on the backend's device. Otherwise return `HostSteps`, which do so in CPU threads.
+
+    Args:
+        backend: Backend that computes the model.
+        manifest: Manifest of the backend's bundle.
+        threads: Maximum number of batches that `HostSteps` decode concurrently. The same limit
+            applies separately to batches whose masks `HostSteps` encode.
+    """
+    if isinstance(backend, DeviceBackend):
+        # Imported here because other backends must not load torch.
+        from ..steps.device_batches import FIRST_PAUSE_S
+        from ..steps.device_steps import DeviceSteps
+
+        # With longer pauses, some runs were 7 % slower than others. A server, whose CPU time per
+        # image matters more, was not slower.
+        return DeviceSteps(backend, manifest, longest_pause_s=FIRST_PAUSE_S)
+    return HostSteps(backend, manifest, threads=threads)
+
+
+class _Pipeline:
+    """Pool of threads that process batches. Each thread processes one batch at a time."""
+
+    def __init__(self, steps: BatchSteps) -> None:
+        self._steps = steps
+        self._compute = StepChain(steps)
+        self._threads = ThreadPoolExecutor(steps.concurrency, thread_name_prefix="batch")
+
+    def __enter__(self) -> "_Pipeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._steps.synchronize()
+
+    def submit(self, requests: Sequence[ImageRequest]) -> Future[list[Outcome]]:
+        """Start a batch of one input size. Return a future of the outcomes, one per request."""
+        return self._threads.submit(self._compute, requests)
+
+
+@dataclass(eq=False)
+class _PendingBatch:
+    """Batch of requests of one input size. `outcomes` is None until the batch starts."""
+
+    requests: list[ImageRequest] = field(default_factory=list)
+    outcomes: Future[list[Outcome]] | None = None
+
+
+class _BatchRow(NamedTuple):
+    """Position of an image in a batch."""
+
+    batch: _PendingBatch
+    row: int
+
+
+class _BatchQueue:
+    """FIFO queue of images that groups them into batches by input size."""
+
+    def __init__(self, pipeline: _Pipeline, max_batch: int) -> None:
+        self._pipeline = pipeline
+        self._max_batch = max_batch
+        self._queue: deque[_BatchRow | ImageError] = deque()
+        # Batches that are not full yet.
+        self._open: dict[ShapeBucket, _PendingBatch] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, entry: BatchEntry) -> None:
+        """Append an image, or an invalid image's error. If its batch is now full, start the batch.
+
+        Images of equal input size share a batch.
+        """
+        if isinstance(entry, ImageError):
+            self._queue.append(entry)
+            return
+        batch = self._open.setdefault(entry.bucket, _PendingBatch())
+        self._queue.append(_BatchRow(batch, len(batch.requests)))
+        batch.requests.append(entry)
+        if len(batch.requests) == self._max_batch:
+            self._start(entry.bucket)
+
+    def flush(self) -> None:
+        """Start all incomplete batches."""
+        for bucket in tuple(self._open):
+            self._start(bucket)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to call `get` now.
+
+        True if the oldest image is done, or if the queue holds more images than fit into
+        `_BATCHES_AHEAD` batches.
+        """
+        if len(self._queue) > _BATCHES_AHEAD * self._max_batch:
+            return True
+        if not self._queue or isinstance(self._queue[0], ImageError):
+            return bool(self._queue)
+        outcomes = self._queue[0].batch.outcomes
+        return outcomes is not None and outcomes.done()
+
+    def get(self) -> Outcome:
+        """Remove the oldest image from the queue and return its outcome: detections or an error.
+
+        If the image's batch has not started, start it. Wait for the outcome.
+        """
+        oldest = self._queue.popleft()
+        if isinstance(oldest, ImageError):
+            return oldest
+        if oldest.batch.outcomes is None:
+            self._start(oldest.batch.requests[0].bucket)
+        assert oldest.batch.outcomes is not None
+        return oldest.batch.outcomes.result()[oldest.row]
+
+    def _start(self, bucket: ShapeBucket) -> None:
+        batch = self._open.pop(bucket)
+        batch.outcomes = self._pipeline.submit(batch.requests)
+        batch.requests = []  # frees the encoded images as soon as the steps have read them

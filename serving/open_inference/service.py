@@ -22,7 +22,7 @@ from ..grpc_calls import CallContext
 from ..grpc_status import abort_on_error, status_and_message
 from ..pipeline.model_repository import ModelRepository
 from ..pipeline.pipeline import Pipeline
-from ..rpc.health import HealthService
+from ..rpc.services import HealthService
 from ..rpc.streams import Admission, Streams
 from .inference import infer
 from .input_images import SHARED_MEMORY

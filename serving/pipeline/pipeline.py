@@ -7,9 +7,8 @@ from typing import Any
 
 from ..config import ServeConfig
 from ..detections import DetectionOptions, ResponseEncoder, SchedulingOptions, TimedResponse, Timing
-from ..steps.base import EngineItem, EngineResult
+from ..steps.base import EngineItem, EngineResult, SourceImage
 from ..steps.host_steps import HostProcessor
-from ..steps.preprocessing import SourceImage
 from .admission import AdmissionController
 from .batching import BatchResult
 from .served_model import ModelBatcher, ModelLifecycle, ModelSource, ServedModel

@@ -1,17 +1,64 @@
 """Interfaces of engines and of processing steps, with their input and output types."""
 
 from collections.abc import Callable, Sequence
+from pickle import PickleBuffer
 from threading import BoundedSemaphore
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
-from ...model.bundle.spec import ShapeBucket
+import numpy as np
+from numpy.typing import NDArray
+
+from ...model.bundle.spec import ResizeRule, ShapeBucket
+from ...model.image_decoding import ImageHeader
 from ...model.image_limits import ImageError
+from ...model.resizing import Pixels
 from ..backends.base import HostOutputs
 from ..detections import DetectionOptions, Detections, ResponseEncoder, TimedResponse
-from .preprocessing import ModelInput, PlannedImage
 
 # Outcome of processing one image: its detections, or the error if the image is invalid.
 Outcome = Detections | ImageError
+
+# First version of the pickle protocol with out-of-band buffers.
+_PROTOCOL_OF_BUFFERS: Final = 5
+
+# An encoded image, or pixels [H, W, 3] RGB.
+SourceImage = bytes | NDArray[np.uint8]
+
+
+class ModelInput(NamedTuple):
+    """Preprocessed image, ready to be one row of a batch."""
+
+    # [3, H, W] RGB, padded to the bucket; float32 with the resize rule `torchvision`.
+    pixels: Pixels
+    bucket: ShapeBucket
+    # Height and width in pixels before padding.
+    size: tuple[int, int]
+    # Height and width of the source image in pixels.
+    source_size: tuple[int, int]
+
+
+class PlannedImage(NamedTuple):
+    """Source image with preprocessing parameters that were computed from the image's header."""
+
+    # In a worker, an encoded image is a view of the memory that it shares with the server.
+    source: SourceImage | memoryview
+    header: ImageHeader
+    bucket: ShapeBucket
+    # Height and width in pixels after resizing.
+    size: tuple[int, int]
+    resize: ResizeRule = "pillow"
+
+    @property
+    def source_size(self) -> tuple[int, int]:
+        """Height and width of the source image in pixels."""
+        return self.header.size
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[Any, ...]]:
+        """Pickle encoded images as out-of-band buffers, so that pickle does not copy the files."""
+        source: Any = self.source
+        if protocol >= _PROTOCOL_OF_BUFFERS and isinstance(source, bytes):
+            source = PickleBuffer(source)
+        return PlannedImage, (source, *self[1:])
 
 
 class ImageRequest(NamedTuple):

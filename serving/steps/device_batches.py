@@ -17,9 +17,9 @@ from ...model.device_images import apply_orientation
 from ...model.image_limits import ImageError
 from ..backends.base import ModelOutputs
 from ..detections import MaskFormat, Timing
-from .base import BatchEntry, ImageRequest
+from .base import BatchEntry, ImageRequest, PlannedImage
 from .device_masks import MaskBatch
-from .preprocessing import PlannedImage, resized_pixels
+from .host_steps import resized_pixels
 
 _log = logging.getLogger(__name__)
 

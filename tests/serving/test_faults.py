@@ -19,7 +19,7 @@ from scraped_metrics import metrics_from_log
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.errors import BackendError
-from maskrcnn_trt.serving.rpc.health import LIVENESS
+from maskrcnn_trt.serving.rpc.services import LIVENESS
 
 Encode = Callable[..., bytes]
 

@@ -23,7 +23,7 @@ from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import BackendError, ServingError
 from maskrcnn_trt.serving.pipeline.served_model import ServedModel
-from maskrcnn_trt.serving.rpc.health import LIVENESS
+from maskrcnn_trt.serving.rpc.services import LIVENESS
 from maskrcnn_trt.serving.server import detection_server
 
 Encode = Callable[..., bytes]

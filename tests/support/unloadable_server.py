@@ -23,7 +23,7 @@ from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.pipeline.served_model import ModelSource
-from maskrcnn_trt.serving.rpc.health import LIVENESS
+from maskrcnn_trt.serving.rpc.services import LIVENESS
 from maskrcnn_trt.serving.server import detection_server
 
 Status = HealthCheckResponse

@@ -19,7 +19,7 @@ from maskrcnn_trt.serving.commands.serve import config_from_options, config_opti
 from maskrcnn_trt.serving.commands.server_checks import most_request_bytes
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.pipeline.shared_resources import DecodeMemory, decode_memory_limit
-from maskrcnn_trt.serving.rpc.health import LIVENESS
+from maskrcnn_trt.serving.rpc.services import LIVENESS
 
 FOLDER = Path(maskrcnn_trt.serving.__file__).parent / "deploy" / "kubernetes"
 MANIFESTS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import pytest
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.image_decoding import ImageHeader
 from maskrcnn_trt.serving.engines.worker_main import Channel
-from maskrcnn_trt.serving.steps.preprocessing import PlannedImage
+from maskrcnn_trt.serving.steps.base import PlannedImage
 
 Ends = tuple[Channel, Channel]
 

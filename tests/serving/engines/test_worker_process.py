@@ -22,7 +22,7 @@ from maskrcnn_trt.serving.engines.worker_process import (
     start_workers,
 )
 from maskrcnn_trt.serving.errors import BackendDownError, BackendError
-from maskrcnn_trt.serving.steps.preprocessing import prepare_image
+from maskrcnn_trt.serving.steps.host_steps import prepare_image
 
 Encode = Callable[..., bytes]
 Process = WorkerProcess[Any, Any]

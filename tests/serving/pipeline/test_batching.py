@@ -22,7 +22,8 @@ from maskrcnn_trt.serving.engines.worker_process import (
 from maskrcnn_trt.serving.pipeline import batching
 from maskrcnn_trt.serving.pipeline.batching import Batcher
 from maskrcnn_trt.serving.pipeline.scheduling import BatchPolicy
-from maskrcnn_trt.serving.steps.preprocessing import ModelInput, prepare_image
+from maskrcnn_trt.serving.steps.base import ModelInput
+from maskrcnn_trt.serving.steps.host_steps import prepare_image
 
 Encode = Callable[..., bytes]
 Loaded = WorkerProcess[ModelInput, HostOutputs]

@@ -14,7 +14,7 @@ from maskrcnn_trt.protos.inference.open_inference_pb2 import ModelInferRequest
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving.rpc.health import LIVENESS
+from maskrcnn_trt.serving.rpc.services import LIVENESS
 
 Encode = Callable[..., bytes]
 
