@@ -15,7 +15,7 @@ from logging.handlers import QueueHandler
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, TypeVarTuple
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 from . import LOGGER
 from .errors import BackendError
@@ -41,6 +41,7 @@ for index in range(count.value):
 """
 
 _Arguments = TypeVarTuple("_Arguments")
+_Result = TypeVar("_Result")
 
 # IDs of the running child processes.
 _running: Final = set[int]()
@@ -100,6 +101,32 @@ def name_thread(name: str) -> None:
     # Python itself does this only from 3.14 on.
     with contextlib.suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+
+
+async def in_daemon_thread(work: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Run a function in a daemon thread of its own and return its result.
+
+    Use it for work that may never end, such as reading from a hanging disk or calling a hanging
+    driver. Unlike `asyncio.to_thread`, it occupies no thread of a shared pool, and the process can
+    exit before the work ends.
+
+    Args:
+        work: Function to run. It continues if the calling task is cancelled.
+        arguments: Arguments of the function.
+    """
+    import asyncio  # worker processes start faster without it
+
+    result: Future[_Result] = Future()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(work(*arguments))
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=work.__qualname__, daemon=True).start()
+    return await asyncio.wrap_future(result)
 
 
 def notify_service_manager(state: str) -> None:

@@ -19,13 +19,12 @@ from .config import ServeConfig, address_of
 from .engines.worker_main import freeze_garbage_collector
 from .errors import ServingError
 from .front_ends.server import FrontEndServer, front_end_count
-from .host import notify_service_manager
+from .host import in_daemon_thread, notify_service_manager
 from .monitoring.machine_metrics import CpuCollector, LoopLag
 from .monitoring.telemetry import Telemetry, load_tracer
 from .open_inference.service import InferenceService, UnsupportedMethods
 from .pipeline.model_repository import ModelRepository
 from .pipeline.served_model import ModelSource
-from .pipeline.threads import in_daemon_thread
 from .prometheus import add_certificate_metric, add_server_metrics, metrics_server
 from .rpc.access_control import AccessInterceptor, AccessPolicy
 from .rpc.certificates import ServerCertificate, server_certificate

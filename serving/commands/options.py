@@ -10,7 +10,6 @@ from ...model.bundle.manifest import MANIFEST_NAME, Precision
 from ...model.bundle.spec import ShapeBucket
 from ...model.config.option_types import FiniteRange
 from ..config import BackendName, ReportFormat, check_address
-from ..host import gpu_names
 
 if TYPE_CHECKING:
     from ..client import Credentials
@@ -185,8 +184,9 @@ def bundle_for_backend(
         DownloadError: The download failed, or the checksum of the downloaded file is wrong.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
     """
-    # Imported here because --help does not need it.
+    # Imported here because --help does not need them.
     from ...model.weights.bundle_cache import bundle_from_reference
+    from ..host import gpu_names
 
     path = Path(reference)
     if path.name == MANIFEST_NAME:

@@ -17,8 +17,8 @@ from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import Detections, TimedResponse, Timing
 from ..errors import InvalidRequestError
 from ..grpc_status import abort_on_error
+from ..host import in_daemon_thread
 from ..pipeline.model_repository import ModelRepository
-from ..pipeline.threads import in_daemon_thread
 from ..result_formats import BYTES_PER_PIXEL, annotated_png, json_from_detections
 from ..rpc.services import DetectorService
 from .endpoint import Endpoint, HttpCall, JsonResponse, Transport, value_from_message

@@ -9,11 +9,11 @@ from functools import partial
 from ...model.bundle.manifest import BundleError
 from ..config import ServeConfig
 from ..errors import ModelNotFoundError, QueueFullError, ReloadError, ServingError
+from ..host import in_daemon_thread
 from ..monitoring.telemetry import Telemetry
 from .pipeline import Pipeline
 from .served_model import ModelSource, ServedModel
 from .shared_resources import SharedResources
-from .threads import in_daemon_thread
 
 _log = logging.getLogger(__name__)
 

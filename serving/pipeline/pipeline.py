@@ -11,9 +11,9 @@ from ..steps.base import EngineItem, EngineResult, SourceImage
 from ..steps.host_steps import HostProcessor
 from .admission import AdmissionController
 from .batching import BatchResult
+from .scheduling import TimedResult, timed
 from .served_model import ModelBatcher, ModelLifecycle, ModelSource, ServedModel
 from .shared_resources import SharedResources
-from .threads import TimedResult, timed
 
 # Minimum number of admission slots, however slow the model is: two batches, so that one can fill
 # while the other is computed, and at least 32, which suffice for the usual Triton clients.

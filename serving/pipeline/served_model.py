@@ -22,12 +22,12 @@ from ..config import ServeConfig
 from ..engines.bundle_engine import BundleLoader
 from ..engines.worker_process import WorkerProcess, assign_resources, start_workers
 from ..errors import BackendError, InvalidRequestError, UnloadedError
+from ..host import in_daemon_thread
 from ..monitoring.metrics import Metrics
 from ..steps.base import EngineItem, EngineResult
 from .admission import time_limit
 from .batching import START_TIMEOUT_S, Batcher
 from .scheduling import BatchPolicy
-from .threads import in_daemon_thread
 
 ModelBatcher = Batcher[EngineItem, EngineResult]
 ModelProcess = WorkerProcess[EngineItem, EngineResult]

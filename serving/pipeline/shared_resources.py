@@ -13,7 +13,7 @@ from ...model.image_limits import ImageError
 from ..config import ServeConfig
 from ..errors import QueueFullError, RateLimitError
 from ..monitoring.telemetry import Telemetry
-from .threads import FairThreadPool
+from .scheduling import FairThreadPool
 
 # Maximum number of open gRPC calls per admission slot. This limits the responses that are held in
 # memory for slow clients.

@@ -11,7 +11,7 @@ from in_process_server import connected, served
 from PIL import Image
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
-from maskrcnn_trt.serving.pipeline.threads import FairThreadPool
+from maskrcnn_trt.serving.pipeline.scheduling import FairThreadPool
 
 
 @pytest.fixture
