@@ -16,8 +16,8 @@ from ...model.image_limits import ImageError
 from ...serving.backends.loading import load_backend, served_precision
 from ...serving.config import BackendName
 from ...serving.detections import Detections
+from ...serving.engines.base import Outcome
 from ...serving.offline.detector import detect_many
-from ...serving.steps.base import Outcome
 from ...training.config import EvaluationConfig
 from ...training.data.coco.categories import check_categories
 from ...training.data.coco.dataset import DataError, ImageRecord

@@ -19,9 +19,9 @@ from ...serving.backends.base import Backend
 from ...serving.backends.loading import load_backend, served_precision
 from ...serving.config import BackendName
 from ...serving.detections import DEFAULT_OPTIONS
+from ...serving.engines.base import MODEL_STEP, ImageRequest, Outcome, PlannedImage, Step
+from ...serving.engines.host_steps import plan_image
 from ...serving.offline.detector import batch_steps, detect_many
-from ...serving.steps.base import MODEL_STEP, ImageRequest, Outcome, PlannedImage, Step
-from ...serving.steps.host_steps import plan_image
 from ..common.images import photo_like_jpegs
 from ..common.timing import measure_call_rate, measure_durations
 

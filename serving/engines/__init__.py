@@ -1,1 +1,1 @@
-"""Engines that compute batches in worker processes, on the GPU or the CPU."""
+"""Engines: processing steps of batches on the CPU and the GPU, and their worker processes."""

@@ -20,7 +20,7 @@ from ..backends.loading import load_backend
 from ..config import BackendName
 from ..detections import DEFAULT_OPTIONS, Detections, TimedResponse
 from ..messages import encode_detections
-from ..steps.base import (
+from .base import (
     BatchSteps,
     DeviceRequest,
     Engine,
@@ -55,7 +55,7 @@ class BundleLoader:
         if not isinstance(backend, DeviceBackend):
             return HostEngine(backend)
         # Lazy import: torch is possibly not installed for the other backends.
-        from ..steps.device_steps import DeviceSteps
+        from .device_steps import DeviceSteps
 
         return DeviceEngine(backend, DeviceSteps(backend, self.manifest))
 

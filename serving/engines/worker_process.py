@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from ..errors import BackendDownError, BackendError
 from ..host import CUDA_VISIBLE_DEVICES, ChildProcess, visible_gpus
-from ..steps.base import EngineInfo, EngineLoader
+from .base import EngineInfo, EngineLoader
 from .worker_main import Channel, run_worker
 
 Item = TypeVar("Item")

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ...model.image_limits import ImageError, check_size
 from ...protos.inference import open_inference_pb2 as pb
+from ..engines.base import SourceImage
 from ..errors import InvalidRequestError
-from ..steps.base import SourceImage
 
 # Name of the input tensor. Datatype BYTES, shape [B] or [B, 1]: B encoded images. Datatype UINT8 or
 # FP32, shape [B, H, W, 3]: RGB pixels in 0..255.

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..config import ServeConfig
 from ..detections import DetectionOptions, ResponseEncoder, SchedulingOptions, TimedResponse, Timing
-from ..steps.base import EngineItem, EngineResult, SourceImage
-from ..steps.host_steps import HostProcessor
+from ..engines.base import EngineItem, EngineResult, SourceImage
+from ..engines.host_steps import HostProcessor
 from .admission import AdmissionController
 from .batching import BatchResult
 from .scheduling import TimedResult, timed

@@ -19,12 +19,12 @@ from ...model.bundle.manifest import (
 )
 from ..backends.loading import served_precision
 from ..config import ServeConfig
+from ..engines.base import EngineItem, EngineResult
 from ..engines.bundle_engine import BundleLoader
 from ..engines.worker_process import WorkerProcess, assign_resources, start_workers
 from ..errors import BackendError, InvalidRequestError, UnloadedError
 from ..host import in_daemon_thread
 from ..monitoring.metrics import Metrics
-from ..steps.base import EngineItem, EngineResult
 from .admission import time_limit
 from .batching import START_TIMEOUT_S, Batcher
 from .scheduling import BatchPolicy

@@ -21,7 +21,7 @@ with atheris.instrument_imports(include=["PIL", "maskrcnn_trt"]):
     from maskrcnn_trt.model.bundle.spec import ShapeBucket
     from maskrcnn_trt.model.image_decoding import decode_image, read_header
     from maskrcnn_trt.model.image_limits import ImageError
-    from maskrcnn_trt.serving.steps.host_steps import plan_image, prepare_image
+    from maskrcnn_trt.serving.engines.host_steps import plan_image, prepare_image
 
 _MAX_PIXELS = 1 << 18
 _BUCKETS = (ShapeBucket(32, 48), ShapeBucket(48, 32))

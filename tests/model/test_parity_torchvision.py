@@ -18,7 +18,7 @@ from maskrcnn_trt.model.losses import LOSS_NAMES
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 from maskrcnn_trt.model.resizing import resized_size
 from maskrcnn_trt.model.targets import Targets
-from maskrcnn_trt.serving.steps.host_steps import prepare_image
+from maskrcnn_trt.serving.engines.host_steps import prepare_image
 
 CLASSES = 5
 SIZES = ((96, 128), (128, 96), (64, 160))

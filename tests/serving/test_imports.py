@@ -14,14 +14,14 @@ WITH_EXTRAS = {
         "backends.tensorrt",
         "backends.tensorrt_device",
         "backends.torch",
+        "engines.device_batches",
+        "engines.device_masks",
+        "engines.device_steps",
         "http.connection",
         "http.detection",
         "http.endpoint",
         "http.open_inference",
         "http.server",
-        "steps.device_batches",
-        "steps.device_masks",
-        "steps.device_steps",
         "offline.ray_prediction",
     )
 }

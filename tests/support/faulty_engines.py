@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
-from maskrcnn_trt.serving.steps.base import EngineInfo
+from maskrcnn_trt.serving.engines.base import EngineInfo
 
 BUCKET = ShapeBucket(8, 8)
 

@@ -10,8 +10,8 @@ import pytest
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.image_decoding import ImageHeader
+from maskrcnn_trt.serving.engines.base import PlannedImage
 from maskrcnn_trt.serving.engines.worker_main import Channel
-from maskrcnn_trt.serving.steps.base import PlannedImage
 
 Ends = tuple[Channel, Channel]
 

@@ -15,6 +15,7 @@ from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
 from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
+from maskrcnn_trt.serving.engines.host_steps import prepare_image
 from maskrcnn_trt.serving.engines.worker_process import (
     WorkerProcess,
     WorkerResources,
@@ -22,7 +23,6 @@ from maskrcnn_trt.serving.engines.worker_process import (
     start_workers,
 )
 from maskrcnn_trt.serving.errors import BackendDownError, BackendError
-from maskrcnn_trt.serving.steps.host_steps import prepare_image
 
 Encode = Callable[..., bytes]
 Process = WorkerProcess[Any, Any]

@@ -13,7 +13,9 @@ import pytest
 from maskrcnn_trt.model.bundle.manifest import read_manifest
 from maskrcnn_trt.serving.backends.base import Backend, HostOutputs
 from maskrcnn_trt.serving.backends.loading import load_backend
+from maskrcnn_trt.serving.engines.base import ModelInput
 from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
+from maskrcnn_trt.serving.engines.host_steps import prepare_image
 from maskrcnn_trt.serving.engines.worker_process import (
     WorkerProcess,
     assign_resources,
@@ -22,8 +24,6 @@ from maskrcnn_trt.serving.engines.worker_process import (
 from maskrcnn_trt.serving.pipeline import batching
 from maskrcnn_trt.serving.pipeline.batching import Batcher
 from maskrcnn_trt.serving.pipeline.scheduling import BatchPolicy
-from maskrcnn_trt.serving.steps.base import ModelInput
-from maskrcnn_trt.serving.steps.host_steps import prepare_image
 
 Encode = Callable[..., bytes]
 Loaded = WorkerProcess[ModelInput, HostOutputs]

@@ -20,10 +20,10 @@ from maskrcnn_trt.serving.detections import (
     Detections,
     MaskFormat,
 )
+from maskrcnn_trt.serving.engines.base import ImageRequest, Outcome, SourceImage
+from maskrcnn_trt.serving.engines.device_steps import DeviceSteps
+from maskrcnn_trt.serving.engines.host_steps import HostSteps, plan_image
 from maskrcnn_trt.serving.offline.detector import batch_steps, detect_many, run_in_batches
-from maskrcnn_trt.serving.steps.base import ImageRequest, Outcome, SourceImage
-from maskrcnn_trt.serving.steps.device_steps import DeviceSteps
-from maskrcnn_trt.serving.steps.host_steps import HostSteps, plan_image
 
 LANDSCAPE, PORTRAIT = (120, 200), (200, 120)
 

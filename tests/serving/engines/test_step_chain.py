@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from maskrcnn_trt.serving.steps.base import Step, StepChain
+from maskrcnn_trt.serving.engines.base import Step, StepChain
 
 BATCHES = 12
 

@@ -15,9 +15,9 @@ from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat, Outlines
+from maskrcnn_trt.serving.engines.postprocessing import polygons_from_probabilities
 from maskrcnn_trt.serving.messages import detections_from_response, encode_detections
 from maskrcnn_trt.serving.offline.detector import Detector
-from maskrcnn_trt.serving.steps.postprocessing import polygons_from_probabilities
 
 Encode = Callable[..., bytes]
 HEIGHT, WIDTH = 300, 400

@@ -1,1 +1,0 @@
-"""Processing steps from image files to detections, on the CPU and on the GPU."""
