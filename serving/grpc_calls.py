@@ -10,7 +10,7 @@ import grpc
 class CallContext(Protocol):
     """Context of one request: the subset of `grpc.aio.ServicerContext` that HTTP supports too.
 
-    Implementations: gRPC's context class, `serving.front_ends.link.ForwardedCall` and
+    Implementations: gRPC's context class, `serving.rpc.front_end_link.ForwardedCall` and
     `serving.http.endpoint.HttpCall`.
     """
 

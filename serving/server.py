@@ -18,7 +18,6 @@ from ..protos.maskrcnn.v1 import detector_pb2
 from .config import ServeConfig, address_of
 from .engines.worker_main import freeze_garbage_collector
 from .errors import ServingError
-from .front_ends.server import FrontEndServer, front_end_count
 from .host import in_daemon_thread, notify_service_manager
 from .monitoring.machine_metrics import CpuCollector, LoopLag
 from .monitoring.telemetry import Telemetry, load_tracer
@@ -28,6 +27,7 @@ from .pipeline.served_model import ModelSource
 from .prometheus import add_certificate_metric, add_server_metrics, metrics_server
 from .rpc.access_control import AccessInterceptor, AccessPolicy
 from .rpc.certificates import ServerCertificate, server_certificate
+from .rpc.front_end_server import FrontEndServer, front_end_count
 from .rpc.listener import (
     GrpcServer,
     RequestIdInterceptor,

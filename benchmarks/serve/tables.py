@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ...serving.front_ends.server import FRONT_END_NAME
+from ...serving.rpc.front_end_server import FRONT_END_NAME
 from ..common.processes import ThreadUsage
 from ..common.record import ResultTable
 from .results import STAGES, ServeResult, fastest, load_name, own_results

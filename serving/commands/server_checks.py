@@ -16,10 +16,10 @@ from .. import LOGGER
 from ..backends.loading import BACKENDS, check_backend, choose_backend, served_precision
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
-from ..front_ends.server import front_end_count
 from ..pipeline.served_model import ModelSource
 from ..pipeline.shared_resources import decode_memory_limit
 from ..rpc.certificates import server_certificate
+from ..rpc.front_end_server import front_end_count
 from ..rpc.listener import check_port
 from ..rpc.message_reader import MESSAGES_PER_SLOT
 from ..server import detection_server

@@ -1,1 +1,1 @@
-"""gRPC transport: access control, concurrency limits, slow clients, message validation."""
+"""gRPC transport: services, access control, limits, message validation, front-end processes."""

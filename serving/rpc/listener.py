@@ -111,7 +111,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 class GrpcServer(Protocol):
-    """Interface of gRPC servers: `grpc.aio.Server` and `front_ends.server.FrontEndServer`.
+    """Interface of gRPC servers: `grpc.aio.Server` and `front_end_server.FrontEndServer`.
 
     `grpc.aio.Server` accepts connections in this process, `FrontEndServer` in front-end processes.
     """

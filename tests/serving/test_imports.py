@@ -60,7 +60,7 @@ def test_worker_processes_do_not_import_grpc() -> None:
 
 
 def test_front_ends_import_little() -> None:
-    loaded = loaded_by("maskrcnn_trt.serving.front_ends.process")
+    loaded = loaded_by("maskrcnn_trt.serving.rpc.front_end_process")
     assert "grpc" in loaded
     assert not loaded & {"numpy", "PIL", "pydantic", "onnxruntime"}
 

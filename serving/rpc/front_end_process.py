@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 
 from ..grpc_calls import drop_client_faults
-from .link import Frame, Link
+from .front_end_link import Frame, Link
 
 if TYPE_CHECKING:
-    from ..rpc.certificates import ServerCertificate  # slow to import, and not needed without TLS
+    from .certificates import ServerCertificate  # slow to import, and not needed without TLS
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,6 @@ _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 # Interval in seconds at which the files of the certificate are checked.
 _REFRESH_S: Final = 1.0
-
 
 # Paths of certificate, key and client CA; see `ServerCertificate`.
 CertificateFiles = tuple[str, str, str | None]
@@ -91,7 +90,7 @@ async def _serve(
 def _certificate(files: CertificateFiles | None) -> "ServerCertificate | None":
     if files is None:
         return None
-    from ..rpc.certificates import ServerCertificate
+    from .certificates import ServerCertificate
 
     certificate, key, client_ca = files
     return ServerCertificate(Path(certificate), Path(key), Path(client_ca) if client_ca else None)

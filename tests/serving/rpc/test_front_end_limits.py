@@ -19,8 +19,8 @@ from triton_requests import MODEL
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import ServingError
-from maskrcnn_trt.serving.front_ends import server
-from maskrcnn_trt.serving.front_ends.server import FrontEndServer, front_end_count
+from maskrcnn_trt.serving.rpc import front_end_server
+from maskrcnn_trt.serving.rpc.front_end_server import FrontEndServer, front_end_count
 
 Encode = Callable[..., bytes]
 
@@ -85,7 +85,7 @@ def test_one_front_end_per_gpu_of_several(
     monkeypatch: pytest.MonkeyPatch, gpus: int, count: int
 ) -> None:
     names = [str(index) for index in range(gpus)]
-    monkeypatch.setattr(server, "visible_gpus", lambda: names)
+    monkeypatch.setattr(front_end_server, "visible_gpus", lambda: names)
     assert front_end_count(ServeConfig()) == count
     assert front_end_count(ServeConfig(front_ends=0)) == 0
     assert front_end_count(ServeConfig(front_ends=3)) == 3

@@ -14,9 +14,9 @@ import grpc
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
 from ..host import ChildProcess, visible_gpus
-from ..rpc.listener import family_of, listen_error, server_options
-from .link import CallDetails, FindHandler, ForwardedCall, Frame, Link
-from .process import CertificateFiles, run_front_end
+from .front_end_link import CallDetails, FindHandler, ForwardedCall, Frame, Link
+from .front_end_process import CertificateFiles, run_front_end
+from .listener import family_of, listen_error, server_options
 
 _log = logging.getLogger(__name__)
 

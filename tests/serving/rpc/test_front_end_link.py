@@ -5,7 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from maskrcnn_trt.serving.front_ends.link import Frame, Link
+from maskrcnn_trt.serving.rpc.front_end_link import Frame, Link
 
 Received = list[tuple[int, int, bytes]]
 

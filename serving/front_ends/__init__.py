@@ -1,1 +1,0 @@
-"""Front-end processes, which share the gRPC port and pass calls to the server's process."""
