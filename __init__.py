@@ -15,7 +15,7 @@ _MODULES = {
     "load_config": "training.config:load_config",
     "train": "training.run:run_training",
     "export_bundle": "export.bundle:bundle_from_checkpoint",
-    "Detector": "serving.offline.detector:Detector",
+    "Detector": "serving.offline:Detector",
 }
 __all__ = [*_MODULES]
 

@@ -1,5 +1,5 @@
 from .export.bundle import bundle_from_checkpoint as export_bundle
-from .serving.offline.detector import Detector as Detector
+from .serving.offline import Detector as Detector
 from .training.config import load_config as load_config
 from .training.run import run_training as train
 

@@ -17,7 +17,7 @@ from ...serving.backends.loading import load_backend, served_precision
 from ...serving.config import BackendName
 from ...serving.detections import Detections
 from ...serving.engines.base import Outcome
-from ...serving.offline.detector import detect_many
+from ...serving.offline import detect_many
 from ...training.config import EvaluationConfig
 from ...training.data.coco.categories import check_categories
 from ...training.data.coco.dataset import DataError, ImageRecord

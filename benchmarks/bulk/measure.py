@@ -21,7 +21,7 @@ from ...serving.config import BackendName
 from ...serving.detections import DEFAULT_OPTIONS
 from ...serving.engines.base import MODEL_STEP, ImageRequest, Outcome, PlannedImage, Step
 from ...serving.engines.host_steps import plan_image
-from ...serving.offline.detector import batch_steps, detect_many
+from ...serving.offline import batch_steps, detect_many
 from ..common.images import photo_like_jpegs
 from ..common.timing import measure_call_rate, measure_durations
 

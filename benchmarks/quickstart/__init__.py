@@ -193,7 +193,7 @@ def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", im
     """
     from ...serving.client import DetectorClient
     from ...serving.detections import Detections
-    from ...serving.offline.detector import Detector
+    from ...serving.offline import Detector
     from ...training.data.coco.dataset import CocoDataset
     from ..serve.measure import running_server
     from .report import draw_comparison

@@ -127,7 +127,7 @@ def _tensorrt_backend() -> "type[TensorRTBackend]":
     try:
         import torch
 
-        from .tensorrt_device import TensorRTDeviceBackend
+        from .tensorrt import TensorRTDeviceBackend
     except (ImportError, OSError):  # OSError: a library of CUDA is missing
         return TensorRTBackend
     return TensorRTDeviceBackend if torch.cuda.is_available() else TensorRTBackend

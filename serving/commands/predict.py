@@ -89,7 +89,7 @@ def predict(
             precision=precision, backend=backend, max_batch=max_batch,
         )  # fmt: skip
         return
-    from ..offline.detector import Detector
+    from ..offline import Detector
     from .reports import write_report
 
     files, folder = files_and_folder(images, output, formats)
@@ -122,7 +122,7 @@ def _predict_with_ray(
     Raises:
         click.ClickException: Some images failed. The results of the other images are written.
     """
-    from ..offline.ray_prediction import predict_with_ray
+    from ..ray_prediction import predict_with_ray
 
     target = output if is_address(output) else str(Path(output).absolute())
     sources = [i if isinstance(i, str) else str(i.absolute()) for i in images]

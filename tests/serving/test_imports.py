@@ -12,7 +12,6 @@ WITH_EXTRAS = {
         "backends.cuda_bindings_driver",
         "backends.pycuda_driver",
         "backends.tensorrt",
-        "backends.tensorrt_device",
         "backends.torch",
         "engines.device_batches",
         "engines.device_masks",
@@ -22,7 +21,7 @@ WITH_EXTRAS = {
         "http.endpoint",
         "http.open_inference",
         "http.server",
-        "offline.ray_prediction",
+        "ray_prediction",
     )
 }
 

@@ -10,7 +10,7 @@ from pycocotools.coco import COCO
 
 from maskrcnn_trt.model.masks import Rle, rle_from_mask
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
-from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.offline import Detector
 from maskrcnn_trt.serving.result_formats import (
     coco_results,
     colour_from_label,

@@ -25,7 +25,7 @@ from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES, ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 from maskrcnn_trt.model.mask_rcnn import BatchDetections
 from maskrcnn_trt.model.masks import mask_from_rle
-from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.offline import Detector
 
 DETECTRON2, LEGACY = CONVENTIONS["detectron2"], CONVENTIONS["maskrcnn-benchmark"]
 DETECTRON2_V2_HEADS = {

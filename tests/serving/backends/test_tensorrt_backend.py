@@ -108,7 +108,7 @@ def test_failed_capture(trt: FakeTensorRT, load: Load, caplog: pytest.LogCapture
 
 def test_torch_tensors_on_the_gpu(trt: FakeTensorRT, load: Load) -> None:
     torch = pytest.importorskip("torch")
-    from maskrcnn_trt.serving.backends.tensorrt_device import TensorRTDeviceBackend
+    from maskrcnn_trt.serving.backends.tensorrt import TensorRTDeviceBackend
 
     backend = load(TensorRTDeviceBackend)
     backend.warm_up(MAX_BATCH)

@@ -14,7 +14,7 @@ from maskrcnn_trt.model.masks import mask_from_rle
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.errors import DeadlineError, RefusedError, UnreachableError
-from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.offline import Detector
 
 Encode = Callable[..., bytes]
 

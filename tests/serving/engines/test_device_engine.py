@@ -24,7 +24,7 @@ from maskrcnn_trt.serving.config import BackendName, ServeConfig
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
 from maskrcnn_trt.serving.errors import RefusedError
-from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.offline import Detector
 from maskrcnn_trt.serving.pipeline import served_model
 from maskrcnn_trt.serving.pipeline.served_model import ModelSource, ServedModel
 

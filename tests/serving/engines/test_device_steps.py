@@ -23,7 +23,7 @@ from maskrcnn_trt.serving.detections import (
 from maskrcnn_trt.serving.engines.base import ImageRequest, Outcome, SourceImage
 from maskrcnn_trt.serving.engines.device_steps import DeviceSteps
 from maskrcnn_trt.serving.engines.host_steps import HostSteps, plan_image
-from maskrcnn_trt.serving.offline.detector import batch_steps, detect_many, run_in_batches
+from maskrcnn_trt.serving.offline import batch_steps, detect_many, run_in_batches
 
 LANDSCAPE, PORTRAIT = (120, 200), (200, 120)
 

@@ -17,7 +17,7 @@ from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat, Outlines
 from maskrcnn_trt.serving.engines.postprocessing import polygons_from_probabilities
 from maskrcnn_trt.serving.messages import detections_from_response, encode_detections
-from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.offline import Detector
 
 Encode = Callable[..., bytes]
 HEIGHT, WIDTH = 300, 400

@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 from maskrcnn_trt.protos.inference import open_inference_pb2 as pb
 from maskrcnn_trt.serving.detections import Detections
 from maskrcnn_trt.serving.http.open_inference_json import BinaryOutputs, http_from_infer_response
-from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.offline import Detector
 
 Encode = Callable[..., bytes]
 INFER = f"/v2/models/{MODEL}/infer"

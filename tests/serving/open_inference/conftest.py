@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tritonclient.grpc import InferenceServerClient
 
-from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.offline import Detector
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tritonclient.grpc import aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
-from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.offline import Detector
 
 Encode = Callable[..., bytes]
 ROWS, SIDE = 20, 28

@@ -15,7 +15,7 @@ from in_process_server import connected, served
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.errors import RefusedError
-from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.offline import Detector
 
 Encode = Callable[..., bytes]
 

@@ -26,7 +26,7 @@ from maskrcnn_trt.export.commands import export
 from maskrcnn_trt.model.bundle.manifest import Precision
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.offline import Detector
 
 Encode = Callable[..., bytes]
 

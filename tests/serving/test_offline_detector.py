@@ -18,7 +18,7 @@ from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest, write
 from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.detections import DetectionOptions
 from maskrcnn_trt.serving.errors import BackendError, InvalidRequestError
-from maskrcnn_trt.serving.offline.detector import Detector
+from maskrcnn_trt.serving.offline import Detector
 
 Encode = Callable[..., bytes]
 

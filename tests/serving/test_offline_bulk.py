@@ -15,7 +15,7 @@ from maskrcnn_trt.model.masks import mask_from_rle
 from maskrcnn_trt.serving.backends.base import Backend
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
-from maskrcnn_trt.serving.offline.detector import Detector, detect_many
+from maskrcnn_trt.serving.offline import Detector, detect_many
 
 Encode = Callable[..., bytes]
 LANDSCAPE, PORTRAIT = (60, 100), (100, 60)

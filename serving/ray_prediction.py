@@ -15,15 +15,15 @@ import ray
 import ray.data
 import ray.exceptions
 
-from ...model.bundle.manifest import Precision, read_manifest
-from ...model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, png_from_other_formats
-from ...model.image_limits import ImageError, check_file_size
-from ...model.plurals import counted
-from ..config import BackendName
-from ..detections import DetectionOptions, Detections
-from ..errors import ServingError, image_error_from_os_error
-from ..result_formats import coco_results
-from .detector import Detector
+from ..model.bundle.manifest import Precision, read_manifest
+from ..model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, png_from_other_formats
+from ..model.image_limits import ImageError, check_file_size
+from ..model.plurals import counted
+from .config import BackendName
+from .detections import DetectionOptions, Detections
+from .errors import ServingError, image_error_from_os_error
+from .offline import Detector
+from .result_formats import coco_results
 
 _RLE = pa.struct([("size", pa.list_(pa.int64())), ("counts", pa.string())])
 _DETECTION = pa.struct(

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-from ...model.bundle.manifest import Manifest, Precision, read_manifest
-from ...model.bundle.spec import MAX_PIXELS, ShapeBucket
-from ...model.image_files import read_image_file
-from ...model.image_limits import ImageError
-from ..backends.base import Backend, DeviceBackend
-from ..backends.loading import load_backend, served_precision
-from ..config import BackendName
-from ..detections import DEFAULT_OPTIONS, DetectionOptions, Detections
-from ..engines.base import BatchEntry, BatchSteps, ImageRequest, Outcome, StepChain
-from ..engines.host_steps import HostSteps, plan_image
-from ..errors import BackendError, image_error_from_os_error
+from ..model.bundle.manifest import Manifest, Precision, read_manifest
+from ..model.bundle.spec import MAX_PIXELS, ShapeBucket
+from ..model.image_files import read_image_file
+from ..model.image_limits import ImageError
+from .backends.base import Backend, DeviceBackend
+from .backends.loading import load_backend, served_precision
+from .config import BackendName
+from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections
+from .engines.base import BatchEntry, BatchSteps, ImageRequest, Outcome, StepChain
+from .engines.host_steps import HostSteps, plan_image
+from .errors import BackendError, image_error_from_os_error
 
 # CPU cores that this process may use.
 CORES: Final = len(os.sched_getaffinity(0))
@@ -252,8 +252,8 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
     """
     if isinstance(backend, DeviceBackend):
         # Imported here because other backends must not load torch.
-        from ..engines.device_batches import FIRST_PAUSE_S
-        from ..engines.device_steps import DeviceSteps
+        from .engines.device_batches import FIRST_PAUSE_S
+        from .engines.device_steps import DeviceSteps
 
         # With longer pauses, some runs were 7 % slower than others. A server, whose CPU time per
         # image matters more, was not slower.

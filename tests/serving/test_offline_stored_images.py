@@ -11,7 +11,7 @@ pytest.importorskip("ray")
 
 from maskrcnn_trt.model.image_limits import MAX_FILE_BYTES, ImageError
 from maskrcnn_trt.serving.errors import ServingError
-from maskrcnn_trt.serving.offline.ray_prediction import StoredImages, read_image, stored_images
+from maskrcnn_trt.serving.ray_prediction import StoredImages, read_image, stored_images
 
 IMAGES = {
     "_MG_0001.jpg",
