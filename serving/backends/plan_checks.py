@@ -13,7 +13,7 @@ from ...model.bundle.manifest import (
     current_platform,
 )
 from ..errors import BackendError
-from .gpu_driver import load_driver
+from .gpu_execution import load_driver
 
 
 class Runtime(NamedTuple):

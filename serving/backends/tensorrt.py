@@ -17,9 +17,8 @@ from ...model.bundle.manifest import Artifact, EngineKind, Manifest, Precision, 
 from ...model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES, ShapeBucket
 from ...model.resizing import Pixels
 from .base import HostOutputs, ModelOutputs, TensorSpec, black_batch, check_outputs
-from .gpu_driver import load_driver
+from .gpu_execution import BatchRunner, LaunchGraphs, load_driver
 from .plan_checks import check_memory, gpu_warning
-from .tensorrt_batches import BatchRunner, LaunchGraphs
 from .tensorrt_plans import Plan, PlanRuntime, RuntimeCache, cache_path
 
 if TYPE_CHECKING:

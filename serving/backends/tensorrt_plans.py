@@ -1,7 +1,7 @@
 """Loading and execution of plans of TensorRT and TensorRT-RTX, which share one Python interface.
 
 GPU memory and streams are passed as integers: addresses and handles. The objects that own the
-memory and the streams are those of module `gpu_driver`.
+memory and the streams are those of module `gpu_execution`.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 import pytest
 
-from maskrcnn_trt.serving.backends.gpu_driver import GpuDriver
+from maskrcnn_trt.serving.backends.gpu_execution import GpuDriver
 
 
 @pytest.fixture(params=["pycuda_driver.PycudaDriver", "cuda_bindings_driver.CudaBindingsDriver"])

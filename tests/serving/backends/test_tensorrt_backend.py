@@ -1,6 +1,6 @@
 """Host code of the TensorRT backend on a GPU, with engines that copy inputs to outputs.
 
-`test_tensorrt_batches.py` runs these tests with a stub of CUDA's driver as well.
+`test_gpu_execution.py` runs these tests with a stub of CUDA's driver as well.
 """
 
 import sys
@@ -28,7 +28,7 @@ from fake_tensorrt import (
 )
 
 from maskrcnn_trt.serving.backends import tensorrt
-from maskrcnn_trt.serving.backends.gpu_driver import GpuDriver
+from maskrcnn_trt.serving.backends.gpu_execution import GpuDriver
 from maskrcnn_trt.serving.backends.tensorrt import TensorRTBackend
 from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
 

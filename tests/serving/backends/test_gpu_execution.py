@@ -16,8 +16,7 @@ from driver_stubs import needs_compiler, stubbed_driver
 from numpy.typing import NDArray
 
 from maskrcnn_trt.serving.backends.base import TensorSpec, wait_until
-from maskrcnn_trt.serving.backends.gpu_driver import GpuDriver
-from maskrcnn_trt.serving.backends.tensorrt_batches import BatchRunner
+from maskrcnn_trt.serving.backends.gpu_execution import BatchRunner, GpuDriver
 
 cuda = pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
 
@@ -74,7 +73,7 @@ def test_cuda_bindings_with_a_stub_driver(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_machine_without_a_gpu(tmp_path: Path) -> None:
-    script = "from maskrcnn_trt.serving.backends.gpu_driver import load_driver; load_driver()"
+    script = "from maskrcnn_trt.serving.backends.gpu_execution import load_driver; load_driver()"
     environment = stubbed_driver(tmp_path, 0)
     result = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True
