@@ -1,4 +1,4 @@
-"""Exceptions of the server and its clients. `grpc_status` maps them to gRPC status codes.
+"""Exceptions of the server and its clients. `grpc_calls` maps them to gRPC status codes.
 
 `model.image_limits.ImageError` and `model.bundle.manifest.BundleError` do not derive from
 `ServingError`.
@@ -6,10 +6,11 @@
 
 from typing import TYPE_CHECKING
 
-from ..model.image_limits import ImageError
-
 if TYPE_CHECKING:
-    import grpc  # worker processes start faster without it
+    # Worker and front-end processes start faster without these.
+    import grpc
+
+    from ..model.image_limits import ImageError
 
 
 class ServingError(Exception):
@@ -96,6 +97,8 @@ class ClosedError(ClientError):
     """The client was closed before the response arrived."""
 
 
-def image_error_from_os_error(error: OSError) -> ImageError:
+def image_error_from_os_error(error: OSError) -> "ImageError":
     """Convert the OSError of an unreadable image file to an `ImageError`."""
+    from ..model.image_limits import ImageError
+
     return ImageError(f"the file cannot be read ({error.strerror or error})")

@@ -18,8 +18,7 @@ from ..errors import (
     ReloadError,
     StoppingError,
 )
-from ..grpc_calls import CallContext
-from ..grpc_status import abort_on_error, status_and_message
+from ..grpc_calls import CallContext, abort_on_error, status_and_message
 from ..pipeline.model_repository import ModelRepository
 from ..pipeline.pipeline import Pipeline
 from ..rpc.services import HealthService

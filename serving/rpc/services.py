@@ -13,8 +13,7 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..config import ServeConfig
 from ..detections import ResponseEncoder, TimedResponse
-from ..grpc_calls import CallContext
-from ..grpc_status import abort_on_error, status_and_message, truncate_message
+from ..grpc_calls import CallContext, abort_on_error, status_and_message, truncate_message
 from ..messages import (
     encode_detections,
     model_response,

@@ -59,7 +59,8 @@ def test_worker_processes_do_not_import_grpc() -> None:
 
 
 def test_front_ends_import_little() -> None:
-    loaded = loaded_by("maskrcnn_trt.serving.rpc.front_end_process")
+    names = "host", "rpc.front_end_process"
+    loaded = loaded_by(*(f"maskrcnn_trt.serving.{name}" for name in names))
     assert "grpc" in loaded
     assert not loaded & {"numpy", "PIL", "pydantic", "onnxruntime"}
 
