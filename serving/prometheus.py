@@ -32,8 +32,7 @@ from .monitoring.machine_metrics import (
     metric_family,
 )
 from .monitoring.metrics import TRITON_REASONS, ModelStatistics
-from .pipeline.model_repository import ModelRepository
-from .pipeline.pipeline import Pipeline
+from .pipeline.pipeline import ModelRepository, Pipeline
 from .pipeline.served_model import ServedModel
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from .host import in_daemon_thread, notify_service_manager
 from .monitoring.machine_metrics import CpuCollector, LoopLag
 from .monitoring.telemetry import Telemetry, load_tracer
 from .open_inference.service import InferenceService, UnsupportedMethods
-from .pipeline.model_repository import ModelRepository
+from .pipeline.pipeline import ModelRepository
 from .pipeline.served_model import ModelSource
 from .prometheus import add_certificate_metric, add_server_metrics, metrics_server
 from .rpc.access_control import AccessInterceptor, AccessPolicy

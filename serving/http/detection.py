@@ -18,7 +18,7 @@ from ..detections import Detections, TimedResponse, Timing
 from ..errors import InvalidRequestError
 from ..grpc_calls import abort_on_error
 from ..host import in_daemon_thread
-from ..pipeline.model_repository import ModelRepository
+from ..pipeline.pipeline import ModelRepository
 from ..result_formats import BYTES_PER_PIXEL, annotated_png, json_from_detections
 from ..rpc.services import DetectorService
 from .endpoint import Endpoint, HttpCall, JsonResponse, Transport, value_from_message

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from ...protos.inference import open_inference_pb2 as pb
 from ..open_inference.service import HTTP_ANSWERS, InferenceService
-from ..pipeline.model_repository import ModelRepository
+from ..pipeline.pipeline import ModelRepository
 from .endpoint import Endpoint, HttpCall, JsonResponse, Transport, value_from_message
 from .open_inference_json import (
     BinaryOutputs,

@@ -21,7 +21,7 @@ from ..config import ServeConfig, address_of
 from ..errors import ServingError
 from ..monitoring.logs import shorten_accept_failures
 from ..open_inference.service import InferenceService
-from ..pipeline.model_repository import ModelRepository
+from ..pipeline.pipeline import ModelRepository
 from ..rpc.services import DetectorService
 from .connection import HttpConnection
 from .detection import DetectionRoutes

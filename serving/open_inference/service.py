@@ -19,8 +19,7 @@ from ..errors import (
     StoppingError,
 )
 from ..grpc_calls import CallContext, abort_on_error, status_and_message
-from ..pipeline.model_repository import ModelRepository
-from ..pipeline.pipeline import Pipeline
+from ..pipeline.pipeline import ModelRepository, Pipeline
 from ..rpc.services import HealthService
 from ..rpc.streams import Admission, Streams
 from .inference import infer

@@ -15,7 +15,7 @@ from ..config import ServeConfig
 from ..credential_files import TokenFile
 from ..errors import ForbiddenError, QueueFullError, ServingError, UnauthenticatedError
 from ..grpc_calls import CallContext, status_and_message
-from ..pipeline.model_repository import ModelRepository
+from ..pipeline.pipeline import ModelRepository
 from ..pipeline.shared_resources import current_client
 from .message_reader import MESSAGES_PER_SLOT, PendingMessages, call_handler
 

@@ -23,8 +23,7 @@ from ..messages import (
     stream_response_bytes,
 )
 from ..pipeline.admission import request_deadline
-from ..pipeline.model_repository import ModelRepository
-from ..pipeline.pipeline import InferenceRequest, Pipeline
+from ..pipeline.pipeline import InferenceRequest, ModelRepository, Pipeline
 from ..pipeline.served_model import ServedModel
 from .listener import GrpcServer
 from .streams import Admission, Streams
