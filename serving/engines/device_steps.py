@@ -6,6 +6,9 @@ them. Decoded images can be large, so they are freed as soon as they are padded.
 """
 
 import dataclasses
+import functools
+import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -17,37 +20,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...model.bundle.manifest import Manifest
-from ...model.device_images import decode_jpegs, resize_pixels, tensor_from_bytes
+from ...model.device_images import apply_orientation, decode_jpegs, resize_pixels, tensor_from_bytes
 from ...model.image_limits import ImageError
 from ...model.masks import Rle
 from ...plugins.resize_pad import resize_pad
 from ..backends.base import DeviceBackend
 from ..detections import Detections, MaskFormat
-from .base import MODEL_STEP, BatchEntry, ImageRequest, Outcome, Step
+from .base import MODEL_STEP, BatchEntry, ImageRequest, Outcome, PlannedImage, Step
 from .device_batches import (
     LONGEST_PAUSE_S,
     DecodedBatch,
+    EncodedMasks,
     InferredBatch,
+    MaskBatch,
     PastedBatch,
     PreparedBatch,
     ReadBatch,
     StreamEvent,
+    boxes_in_sources,
     copy_to_device,
     copy_to_host,
-    file_for_device,
-    pixels_from_host,
-    timing_of,
-    upright_pixels,
-)
-from .device_masks import (
-    EncodedMasks,
-    MaskBatch,
-    boxes_in_sources,
     encode_masks,
     scales_and_limits,
     selected_rles,
+    timing_of,
 )
+from .host_steps import resized_pixels
 from .postprocessing import detections_from_rows, kept_rows
+
+_log = logging.getLogger(__name__)
 
 # Buffer size in runs per mask: two runs in each column of an image 2048 pixels wide, which suffices
 # for a convex object. Masks with more runs are encoded again in larger buffers.
@@ -55,6 +56,10 @@ _RUN_CAPACITY: Final = 1 << 12
 
 # Buffer size in RLE characters per run.
 _CHARACTERS_PER_RUN: Final = 2
+
+# Largest image in pixels that the device decodes. A batch of larger ones would need gigabytes of
+# GPU memory.
+_MAX_DEVICE_PIXELS: Final = 1 << 24
 
 
 class DeviceSteps:
@@ -282,3 +287,47 @@ def _kept_rows(batch: PastedBatch, row: int, entry: BatchEntry) -> NDArray[np.in
 
 def _wants_rles(entry: BatchEntry) -> bool:
     return isinstance(entry, ImageRequest) and entry.options.mask_format is MaskFormat.RLE
+
+
+def file_for_device(image: PlannedImage) -> bytes | memoryview | None:
+    """Return the encoded image for the device to decode. None: the device cannot decode it."""
+    suits = image.header.is_plain_jpeg and math.prod(image.source_size) <= _MAX_DEVICE_PIXELS
+    return image.source if suits and isinstance(image.source, (bytes, memoryview)) else None
+
+
+def pixels_from_host(image: PlannedImage) -> Tensor | ImageError:
+    """Decode and resize an image on the CPU.
+
+    Returns:
+        [3, h, w] on the CPU, where h and w are the resized size. float32 if the resize rule is
+        `torchvision`, else uint8. If the image is invalid, the error.
+    """
+    try:
+        pixels = resized_pixels(image)
+    except ImageError as error:
+        return error
+    # Pixels that need no resizing can lie in read-only memory, which torch does not accept.
+    return torch.from_numpy(np.require(pixels, requirements="W")).permute(2, 0, 1)
+
+
+def upright_pixels(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor | ImageError:
+    """Apply the EXIF orientation to an image that the device decoded.
+
+    Args:
+        image: Encoded image and its EXIF orientation.
+        decoded: [3, h, w] uint8 on the device, or the error of the device's decoder.
+
+    Returns:
+        The rotated image on the device: [3, h, w] uint8 in source size. If the device's decoder
+        failed, the output of `pixels_from_host`: the resized image on the CPU, or an error.
+    """
+    if isinstance(decoded, ImageError):
+        _warn_once(str(decoded))
+        return pixels_from_host(image)
+    return apply_orientation(decoded, image.header.orientation)
+
+
+@functools.lru_cache(maxsize=16)
+def _warn_once(reason: str) -> None:
+    """Log a warning with the device decoder's error. Cached, so that repeated errors log once."""
+    _log.warning("decoding the image on the CPU; the GPU decoder cannot: %s", reason)

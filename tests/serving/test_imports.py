@@ -14,7 +14,6 @@ WITH_EXTRAS = {
         "backends.tensorrt",
         "backends.torch",
         "engines.device_batches",
-        "engines.device_masks",
         "engines.device_steps",
         "http.connection",
         "http.detection",

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from maskrcnn_trt.model.masks import rles_from_probabilities
-from maskrcnn_trt.serving.engines.device_masks import (
+from maskrcnn_trt.serving.engines.device_batches import (
     EncodedMasks,
     MaskBatch,
     boxes_in_sources,
