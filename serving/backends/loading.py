@@ -1,6 +1,5 @@
 """Selection and loading of a bundle's inference backend, and check of ONNX Runtime's packages."""
 
-import importlib.util
 import logging
 import os
 from collections.abc import Mapping
@@ -38,8 +37,8 @@ _HARDWARE_QUEUES: Final = 32
 # Names of all backends, in the order in which `auto` tries them.
 BACKENDS: Final = tuple(_KINDS)
 
-_PACKAGES: Final = ("onnxruntime", "onnxruntime-gpu")
-_INSTALL: Final = (
+_ONNXRUNTIME_PACKAGES: Final = ("onnxruntime", "onnxruntime-gpu")
+_INSTALL_ONNXRUNTIME: Final = (
     'pip install "maskrcnn-trt[cpu]", or with an NVIDIA GPU pip install "maskrcnn-trt[gpu]"'
 )
 
@@ -122,7 +121,7 @@ def _tensorrt_backend() -> "type[TensorRTBackend]":
     """
     from .tensorrt import TensorRTBackend
 
-    if importlib.util.find_spec("torchvision") is None:
+    if find_spec("torchvision") is None:
         return TensorRTBackend
     try:
         import torch
@@ -221,13 +220,15 @@ def check_onnxruntime() -> str:
     Raises:
         BackendError: ONNX Runtime is not installed, or its files are missing.
     """
-    installed = [name for name in _PACKAGES if any(metadata.distributions(name=name))]
+    installed = [name for name in _ONNXRUNTIME_PACKAGES if any(metadata.distributions(name=name))]
     # If both were installed and one is uninstalled, empty folders remain. Python takes them for a
     # namespace package, whose `origin` is None.
     spec = find_spec("onnxruntime")
     if spec is None or (spec.origin is None and not installed):
-        raise BackendError(f"onnxruntime is not installed; install it with {_INSTALL}")
-    repair = f"run pip uninstall --yes {' '.join(_PACKAGES)}, then {_INSTALL}"
+        raise BackendError(f"onnxruntime is not installed; install it with {_INSTALL_ONNXRUNTIME}")
+    repair = (
+        f"run pip uninstall --yes {' '.join(_ONNXRUNTIME_PACKAGES)}, then {_INSTALL_ONNXRUNTIME}"
+    )
     if spec.origin is None:
         raise BackendError(f"the files of {installed[0]} are missing; {repair}")
     if len(installed) > 1:

@@ -1,11 +1,10 @@
 """Admission control and deadlines: limits on the number and the time of in-flight requests."""
 
 import asyncio
-import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from ..errors import ExpiredError, QueueFullError
 
@@ -263,7 +262,7 @@ def request_deadline(
     """
     limits = [s for s in (timeout_s, server_timeout_s) if s is not None]
     if not limits:
-        return contextlib.nullcontext()
+        return nullcontext()
     limit_s = min(limits)
     return time_limit(
         limit_s,
@@ -275,7 +274,7 @@ def request_deadline(
     )
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def time_limit(limit_s: float, timeout_error: Callable[[], Exception]) -> AsyncIterator[None]:
     """Cancel the body of the context if it takes longer than a limit.
 
