@@ -203,7 +203,7 @@ def _class_fields(label: int, class_name: str, category_id: int) -> bytes:
 
 @lru_cache(maxsize=1 << 14)
 def _headers(detection: int, rle: int, counts: int) -> tuple[bytes, bytes, bytes]:
-    """Return the headers (tag and length) of a serialised detection, its `rle`, and its `counts`.
+    """Return three headers (tag and length): of a detection, of its `rle`, and of `rle.counts`.
 
     Args:
         detection: Size in bytes of the detection's fields other than `rle`.

@@ -127,8 +127,8 @@ def stored_images(sources: Sequence[str]) -> StoredImages:
 
     Args:
         sources: Files and folders, as absolute paths or addresses such as `s3://bucket/folder`.
-            A file may have any name. In folders, only files with an image suffix are used,
-            including hidden ones.
+            A file in `sources` may have any name. Of the files in folders, including hidden ones,
+            those with an image suffix are used, except macOS's `._*` files.
 
     Raises:
         ServingError: A source is missing, there are no images, or a name is not UTF-8.

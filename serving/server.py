@@ -209,8 +209,8 @@ def _http_server(
 ) -> "HttpServer | None":
     """Return the HTTP server. None: `config.http_port` is not set.
 
-    `ports` is the number of ports on which this process accepts connections. They share its limit
-    on open files.
+    `ports` is the number of ports on which this process accepts connections. The ports share the
+    process's limit on open files.
     """
     if config.http_port is None:
         return None

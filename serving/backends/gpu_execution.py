@@ -80,9 +80,9 @@ class Stream(Protocol):
 
 
 class GpuDriver(Protocol):
-    """Interface to CUDA's driver. Call methods within the context manager that `current` returns.
+    """Interface to CUDA's driver.
 
-    Only `current` itself may be called outside of it.
+    Call all methods except `current` within a `with driver.current():` block.
     """
 
     def current(self) -> AbstractContextManager[None]:
@@ -258,10 +258,10 @@ class BatchRunner:
 class LaunchGraphs:
     """Cache of CUDA graphs by key. A graph replays the GPU work that was queued for its key.
 
-    The first `launch` with a key first runs the work without a graph, because libraries then load
-    their code, and loading cannot be captured. Then it captures the work, without running it, as
-    the graph that later launches replay. If a capture fails, a warning is logged, and from then on
-    no more graphs are captured: work that has no graph yet always runs without one.
+    The first `launch` with a key runs the work without a graph, because libraries load code at
+    first use, and loading cannot be captured. It then captures the work without running it again.
+    Later launches replay the captured graph. If a capture fails, a warning is logged, and no more
+    graphs are captured. From then on, a key without a graph never gets one.
     """
 
     def __init__(self) -> None:

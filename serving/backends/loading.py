@@ -212,10 +212,10 @@ def _check_torch() -> None:
 
 
 def check_onnxruntime() -> str:
-    """Check that one of ONNX Runtime's two packages, for CPU or GPU, is installed.
+    """Check that exactly one of ONNX Runtime's two packages, for CPU or GPU, is installed.
 
     Returns:
-        Warning with the problem and its repair if both packages are installed, else an empty text.
+        If both packages are installed, a warning with the repair; otherwise an empty text.
 
     Raises:
         BackendError: ONNX Runtime is not installed, or its files are missing.

@@ -202,8 +202,8 @@ def _version_text(version: int | None) -> str:
 def _import_errors(name: str, runtime: Runtime) -> Iterator[None]:
     """Context manager: convert errors of an import to BackendErrors with a remedy.
 
-    `name` is the imported library, for the message. The remedy is the pip command that installs
-    this package with `runtime.extra`.
+    `name` is the imported library, for the message. The remedy contains the command
+    `pip install "maskrcnn-trt[EXTRA]"`, where EXTRA is `runtime.extra`.
     """
     install = f'pip install "maskrcnn-trt[{runtime.extra}]"'
     try:

@@ -92,7 +92,7 @@ class TensorRTBackend:
         return tuple(self._plans)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run each plan with each of its batch sizes; sizes above `max_batch` are reduced to it.
+        """Run each plan with each of its batch sizes, limited to `max_batch` images.
 
         With TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
         raises the same errors as `infer`.
@@ -198,7 +198,7 @@ class TensorRTDeviceBackend(TensorRTBackend):
     # Its methods import torch, which TensorRT itself does not need.
 
     def warm_up(self, max_batch: int) -> None:
-        """Run each plan with each of its batch sizes; sizes above `max_batch` are reduced to it.
+        """Run each plan with each of its batch sizes, limited to `max_batch` images.
 
         With TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
         raises the same errors as `infer_on_device`.

@@ -90,8 +90,8 @@ class PlanRuntime:
 
         Args:
             path: Plan file.
-            is_version_compatible: Whether the plan contains code with which newer TensorRT versions
-                can run it.
+            is_version_compatible: Whether the plan contains code that runs the plan in newer
+                TensorRT versions. If so, the runtime may execute this code.
 
         Raises:
             BackendError: the runtime rejects the plan. The message contains the reason.

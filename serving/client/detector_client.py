@@ -134,9 +134,9 @@ class DetectorClient(Connection):
         Raises:
             ClosedError: The client is closed.
             ClientError: The gRPC stream failed.
-            Exception: Iterating over `images` raised this error, or an image cannot be sent, for
-                example because its file is unreadable (OSError) or it is not an `ImageSource`
-                (TypeError). Raised after the outcomes of the preceding images.
+            Exception: Iterating over `images` raised this error, or an image cannot be sent. For
+                example, its file is unreadable (OSError), or the image is not an `ImageSource`
+                (TypeError). The error is raised after the outcomes of the preceding images.
         """
         requests = DeferredErrors(
             self._request(options, scheduling, image, str(index))

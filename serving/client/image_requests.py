@@ -204,9 +204,9 @@ class LostServerCheck:
         self._unanswered = 0
 
     def check(self, outcome: ImageOutcome) -> ImageOutcome:
-        """Check the outcome of the next request, and count it if the server did not respond.
+        """Update the counter with the outcome of the next request.
 
-        The outcome is returned, or raised if the caller should send no more requests.
+        Return the outcome, or raise it if the caller should send no more requests.
 
         Raises:
             AccessError: The server denies access to this client.

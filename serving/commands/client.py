@@ -72,7 +72,7 @@ def client(
     retries: int,
     **security: Any,
 ) -> None:
-    """Detect objects in IMAGES by the server at HOST, such as localhost:8500.
+    """Detect objects in IMAGES with the server at HOST, such as localhost:8500.
 
     IMAGES are files and folders, without subfolders.
     """

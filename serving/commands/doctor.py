@@ -157,7 +157,7 @@ STEPS: Final = (
 def doctor(tensorrt: bool, first: int) -> None:
     """Show versions and GPUs of this machine; with --tensorrt, check TensorRT from end to end.
 
-    After a failed step the others do not run, and the exit code is 1. `maskrcnn serve MODEL
+    If a step fails, the later steps do not run, and the exit code is 1. `maskrcnn serve MODEL
     --doctor` checks a bundle and the settings of a server.
     """
     source = click.get_current_context().get_parameter_source("first")

@@ -73,8 +73,9 @@ def predict(
     """Detect objects in IMAGES with MODEL, without a server.
 
     MODEL is a bundle, a checkpoint, or a name from `maskrcnn weights list`, such as
-    torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or a name is exported once, in fp32 unless
-    --precision is given, into the cache folder. IMAGES are files and folders, without subfolders.
+    torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or named model is exported once into the
+    cache folder, in fp32 unless --precision is given. IMAGES are files and folders, without
+    subfolders.
     """
     from ..detections import DetectionOptions
     from .options import bundle_for_backend

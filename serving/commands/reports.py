@@ -34,8 +34,8 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
     """Return all files among `sources`, and the image files in all folders among `sources`.
 
     A file among `sources` may have any suffix. In folders, only files with a suffix in
-    `IMAGE_FILE_SUFFIXES` are used, and subfolders are not searched. Messages on standard error name
-    the skipped images in unsupported formats, and each folder whose only images are in subfolders.
+    `IMAGE_FILE_SUFFIXES` are used, and subfolders are not searched. Messages on standard error
+    report skipped images in unsupported formats, and folders with images in subfolders only.
 
     Raises:
         click.UsageError: There are no images, or two images would have the same COCO image ID.
@@ -195,7 +195,7 @@ class _Report:
     def finish(self) -> None:
         """Write the COCO results and print the totals. If no image has succeeded, do neither.
 
-        If the run ended early, print the number of processed images first, in either case.
+        If the run ended early, first print the number of processed images, even if all failed.
         """
         if self._done < len(self._ids):
             images = counted(len(self._ids), "image")

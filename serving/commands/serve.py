@@ -162,10 +162,10 @@ def _check_environment() -> None:
 
 
 def _spelling(name: str) -> str:
-    """Return a setting's name in the form in which the user set it.
+    """Return a setting's name for an error message.
 
-    It is the environment variable, such as `MASKRCNN_MAX_BATCH`, if the user set that. Otherwise it
-    is the option, such as `--max-batch`.
+    If the value comes from an environment variable, the name is the variable, such as
+    `MASKRCNN_MAX_BATCH`. Otherwise it is the option, such as `--max-batch`.
     """
     if click.get_current_context().get_parameter_source(name) is ParameterSource.ENVIRONMENT:
         return _variable(name)
@@ -191,11 +191,11 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
     On SIGTERM or Ctrl+C the server finishes the in-flight requests and ends.
 
     MODEL is a bundle, a checkpoint, or a name from `maskrcnn weights list`, such as
-    torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or a name is exported once, in fp32 unless
-    --precision is given, into the cache folder. NAME=MODEL gives the model another name. Of a
-    folder with bundles in NAME/VERSION, the newest version of each model is served. Several models
-    share the settings, but have queues and workers of their own. On SIGHUP the server reloads each
-    bundle and switches to it once it is warm.
+    torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or named model is exported once into the
+    cache folder, in fp32 unless --precision is given. NAME=MODEL gives the model another name. If
+    MODEL is a folder with bundles in NAME/VERSION, the newest version of each model is served. All
+    models have the same settings, but each model has its own queues and workers. On SIGHUP the
+    server reloads each bundle. It switches to the reloaded bundle after the warm-up.
     """
     import asyncio
 

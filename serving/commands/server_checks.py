@@ -60,17 +60,18 @@ def diagnose(
 def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
     """Return the maximum total size in bytes of the request messages that a server holds at once.
 
-    `models` is the number of served models. Each message counts with its serialised size, although
-    a parsed message takes several times as much memory until its image is decoded. Messages that
-    are still being received make up half of the size with one model, and less with several models.
+    `models` is the number of served models. Each message counts with its serialised size. A parsed
+    message takes several times as much memory until its image is decoded. With one model, messages
+    that are still being received make up half of the total; with several models, they make up less.
     """
     return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
 
 
 def _messages_per_slot(models: int) -> int:
-    """Return the maximum number of request messages in memory per admission slot of one model.
+    """Return the maximum number of request messages in memory, divided by `queue_size`.
 
-    The messages are those of all models. `models` is the number of served models.
+    The messages of all models count. `queue_size` is the maximum number of admission slots of one
+    model; `models` is the number of served models.
     """
     # Per model: an in-flight request, and one that waits for a slot. In addition: messages that are
     # being received, whose model is not known yet.

@@ -125,8 +125,8 @@ class BatchSteps(Protocol):
 class StepChain:
     """Callable that runs all steps on a batch in the calling thread. Thread-safe.
 
-    At most `Step.threads` batches run in a section of steps concurrently. Further batches wait
-    until the section is free.
+    A section is a step and the steps after it that have `continues_section`. The first step's
+    `threads` is the maximum number of batches in the section at once. Further batches wait.
     """
 
     # One thread per batch, not one per step: fewer threads then compete for the GIL.

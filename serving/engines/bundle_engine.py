@@ -99,9 +99,9 @@ class DeviceEngine:
     saturating_batches: Final = 3
 
     def __init__(self, backend: Backend, steps: BatchSteps) -> None:
-        """Create an engine from a backend and the steps of a batch, which use the backend.
+        """Create an engine. `steps` must use `backend` to compute the model.
 
-        Closing the engine closes the backend.
+        Closing the engine closes `backend`.
         """
         self._backend = backend
         self._compute = StepChain(steps)

@@ -148,9 +148,9 @@ class HostProcessor:
         Returns:
             item: Output of `prepare`. None: `prepare` would take more than `small` bytes. Never
                 None for an end-to-end engine, because `prepare` then reads only the header.
-            memory: Host memory in bytes that the caller must reserve before the image is decoded.
-                If `item` is None, `prepare` decodes the image. Otherwise the end-to-end engine
-                decodes it, and the reservation must last until then. 0: reserve nothing.
+            memory: Host memory in bytes that the caller must reserve. If `item` is None, reserve it
+                before the call of `prepare`. Otherwise, hold the reservation until the end-to-end
+                engine has decoded the image. 0: reserve nothing.
 
         Raises:
             ImageError: invalid image.

@@ -137,9 +137,9 @@ class WorkerProcess(Generic[Item, Result]):
 
     @property
     def is_spare(self) -> bool:
-        """Whether the worker is superfluous: started for a further GPU, but using the CPU.
+        """Whether the worker was started only for an additional GPU, but computes on the CPU.
 
-        This happens if the machine has several GPUs, but the loaded backend cannot use them.
+        Such a worker is superfluous. It occurs if the loaded backend cannot use GPUs.
         """
         return self.resources.is_for_gpu and self.info.device == "cpu"
 

@@ -147,10 +147,10 @@ class HttpConnection(HttpToolsProtocol):
         self._is_body_complete = True
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Ignore the header Upgrade, as clients expect of servers that speak only HTTP/1.1.
+        """Process a request as if it had no header Upgrade. Reject a CONNECT request.
 
-        The parser would skip the body of a request with this header. Therefore a new parser parses
-        the request again, without the header.
+        The server speaks only HTTP/1.1. The parser would skip the body of a request with the header
+        Upgrade, so a new parser parses the request again, without the header.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -173,7 +173,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Prepare for the next request.
 
-        If the body of the answered request is incomplete, limit the time for the rest of it.
+        If the body of the answered request is incomplete, limit the time until the rest arrives.
         """
         super().on_response_complete()
         if self.pipeline:  # receive no further requests before these have been answered

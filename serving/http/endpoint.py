@@ -284,9 +284,9 @@ async def _send(response: Response, send: Send) -> None:
 def value_from_message(message: Message) -> dict[str, Any]:
     """Convert a message to a JSON object with the field names of the .proto file.
 
-    Unlike in protobuf's own JSON, 64-bit integers are numbers, as Triton's clients expect, and
-    fields with default values are included. Message fields, optional fields and members of a oneof
-    are omitted if they are not set.
+    64-bit integers are numbers, as Triton's clients expect; in protobuf's own JSON, they are
+    strings. Fields with default values are included. Message fields, optional fields and members of
+    a oneof are omitted if they are not set.
     """
     value: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:

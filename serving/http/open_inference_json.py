@@ -221,8 +221,8 @@ def _raw_from_data(tensor: InputTensor) -> bytes:
 def _flat(data: list[Any]) -> list[Any]:
     """Flatten nested lists, and return their elements as one list.
 
-    Flattening stops at the first level that has an element that is not a list. Lists in that level
-    are returned as elements.
+    A level is flattened only if all its elements are lists. If a level mixes lists and other
+    elements, its lists are returned as elements.
     """
     while data and set(map(type, data)) == {list}:
         data = list(itertools.chain.from_iterable(data))

@@ -270,7 +270,7 @@ class AcceptFailures:
     def report(self, error: BaseException) -> bool:
         """Return whether `error` reports a lack of resources, such as file descriptors.
 
-        If so, and it is the first such error of a burst, log a warning.
+        If `error` is the first such error of a burst, log a warning.
         """
         if not isinstance(error, OSError) or error.errno not in _SHORTAGES:
             return False
@@ -293,7 +293,7 @@ accept_failures: Final = AcceptFailures()
 def shorten_accept_failures() -> None:
     """Log one warning per burst of failed `accept` calls, in place of asyncio's tracebacks.
 
-    The function adds a filter to asyncio's logger, which stays there.
+    The function adds a filter to asyncio's logger. The filter is never removed.
     """
     logging.getLogger("asyncio").addFilter(_is_other_failure)
 

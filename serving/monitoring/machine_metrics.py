@@ -137,7 +137,7 @@ def _open_nvml() -> Iterator[None]:
 def _skip_errors(subject: str) -> Iterator[None]:
     """In the `with` block, suppress NVML errors and BackendError, and log them at level debug.
 
-    `subject` is the value to be read, for the log. Many GPUs do not report all values.
+    `subject` names the GPU or the value for the log. Many GPUs do not report all values.
     """
     try:
         yield

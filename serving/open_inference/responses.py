@@ -231,7 +231,8 @@ _VALUES: Final[Mapping[str, Callable[[Detections], Any]]] = {
 def serialised_strings(rows: Iterable[Iterable[bytes]]) -> bytes:
     """Serialise strings as the raw contents of a BYTES tensor.
 
-    Each string follows its length in 4 bytes (little-endian). Strings of all rows are concatenated.
+    Each string is preceded by its length in 4 bytes (little-endian). The strings of all rows are
+    concatenated.
     """
     return b"".join(len(text).to_bytes(4, "little") + text for row in rows for text in row)
 

@@ -25,15 +25,15 @@ class _Waiter:
 class AdmissionController:
     """Admission slots. Each in-flight image holds one.
 
-    Connections share the slots max-min fairly, except for deviations of at most the number of slots
-    that one request needs:
+    Connections share the slots max-min fairly. Deviations are at most the number of slots that one
+    request needs:
 
-    - While slots are free and no request waits, each request is admitted. A single connection can
-      use all slots.
+    - If enough slots are free and no request waits, a new request is admitted. A single connection
+      can use all slots.
     - Otherwise let N be the slots that the connection holds or waits for, plus the slots of the new
-      request. If N is at most the connection's max-min fair share, the request waits. The only
-      request of a connection may always wait, unless the connections with requests outnumber the
-      slots.
+      request. If N is at most the connection's max-min fair share, the request waits. If the
+      connection has no other request, the request also waits, unless more connections have requests
+      than there are slots.
     - Requests beyond the fair share are rejected, except requests of streams, which wait; see
       `acquire`.
     - Freed slots go to the waiting connection that holds the fewest slots; ties are resolved in
@@ -42,9 +42,9 @@ class AdmissionController:
 
     `capacity` and `max_wait_s` are constructor arguments. If the server, at its recent service
     rate, cannot compute `capacity` images within `max_wait_s`, the number of slots is reduced.
-    Images that would wait longer than `max_wait_s` are then rejected immediately. Batches are also
-    formed fairly between connections, so requests within the fair share are computed within
-    `max_wait_s`.
+    Requests beyond the fair share are then rejected immediately if they would wait longer than
+    `max_wait_s`. Batches are also formed fairly between connections, so requests within the fair
+    share are computed within `max_wait_s`.
     """
 
     def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:
@@ -136,9 +136,9 @@ class AdmissionController:
             wait: Whether a request that exceeds its connection's fair share may wait for slots.
 
         Raises:
-            QueueFullError: `capacity` requests wait already, and no connection has more waiting
-                requests than `peer` has with this one. Or the request is rejected while it waits,
-                see `_make_room`. Or `wait` is False, and `check` rejects the request.
+            QueueFullError: `wait` is False, and `check` rejects the request. Or `capacity` requests
+                wait already, and `_make_room` rejects this request, either at once or later in
+                favour of a newer one.
         """
         if not wait:
             self.check(peer, slots)

@@ -211,7 +211,7 @@ class Batcher(Generic[Item, Result]):
     def _least_busy(self) -> _WorkerState[Item, Result] | None:
         """Return the worker with the fewest in-flight batches. None: no worker accepts a batch.
 
-        If several workers have equally few, return the one whose last batch started first.
+        In case of a tie, return the worker whose latest batch started the longest time ago.
         """
         able = [w for w in self._workers if w.is_up and w.in_flight < self.info.concurrency]
         return min(able, key=lambda worker: (worker.in_flight, worker.last_start), default=None)

@@ -77,8 +77,8 @@ class Pipeline:
     def stream_window(self) -> int:
         """Maximum number of in-flight images per stream.
 
-        If all workers of the model together can have N batches in flight, the images of a stream
-        can fill N + 1 batches.
+        These images fill N + 1 batches, where N is the number of batches that all workers of the
+        model together can have in flight.
         """
         return (self.model.batcher().concurrency + 1) * self._config.max_batch
 
@@ -348,10 +348,10 @@ class ModelRepository:
             pipeline.model.close()
 
     def _check_reloaded(self, reloaded: Pipeline, model: ServedModel) -> None:
-        """Raise ReloadError if a pipeline other than `reloaded` already has a name of `model`.
+        """Raise ReloadError if a pipeline other than `reloaded` uses one of the names of `model`.
 
         Args:
-            reloaded: Pipeline that is about to replace its model by `model`.
+            reloaded: Pipeline whose model is about to be replaced with `model`.
             model: The new model. Its names are NAME and one `NAME-PRECISION` per precision.
         """
         models = (model if own is reloaded else own.model for own in self.pipelines)

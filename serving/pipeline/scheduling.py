@@ -44,8 +44,9 @@ class BatchPolicy(NamedTuple):
     def size_of(self, waiting: int, *, overdue: bool) -> int:
         """Return the size of the next batch, or 0 to wait for more images.
 
-        The size is `max_batch` or, if fewer images are queued, the largest size in `preferred` that
-        they fill. If they fill none and `overdue` is True, the batch takes all queued images.
+        If at least `max_batch` images are queued, the size is `max_batch`. Otherwise, it is the
+        largest size in `preferred` that the queued images fill. If they fill no preferred size and
+        `overdue` is True, the batch takes all queued images.
 
         Args:
             waiting: Number of queued images.
@@ -192,7 +193,7 @@ class FairThreadPool:
     async def run(
         self, peer: str, work: Callable[..., Value], *arguments: Any
     ) -> TimedResult[Value]:
-        """Call a function in a thread. Return its value, duration and wait for a thread (seconds).
+        """Call a function in a thread. Return its value, duration and queue time (in seconds).
 
         If the calling task is cancelled while it waits for a thread, the function is not called.
         If the task is cancelled later, the function runs to its end, and its result is dropped.

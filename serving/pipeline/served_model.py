@@ -168,7 +168,7 @@ class ServedModel:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """Count the model as in use within the `with` block, so that `unused` waits.
+        """Count the model as in use within the `with` block. `unused` waits until the block ends.
 
         Raises:
             UnloadedError: the model is unloaded.
@@ -196,8 +196,8 @@ class ServedModel:
         """Warm up all precisions. Requests that arrive meanwhile are queued.
 
         Returns:
-            Estimated service time in seconds per image. On a CPU, it is that of the slowest
-            precision with all workers busy. On a GPU, it is 0 (no estimate), because the warm-up's
+            Estimated service time in seconds per image. On a CPU: the service time of the slowest
+            precision with all workers busy. On a GPU: 0 (no estimate), because the warm-up's
             duration includes compilation.
         """
         image_s = 0.0

@@ -156,8 +156,8 @@ class RateLimits:
     def _forget(self, now: float) -> None:
         """If there are more than `_MAX_CLIENTS` clients, drop those that have been idle longest.
 
-        Stop at the first client that has, at time `now`, a bucket that is not full: if dropped, it
-        would get a full bucket with its next request.
+        Stop at the first client with a bucket that is not full at time `now`. If this client were
+        dropped, its next request would get full buckets.
         """
         while len(self._clients) > _MAX_CLIENTS:
             client, (before, balances) = next(iter(self._clients.items()))

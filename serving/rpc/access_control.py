@@ -165,7 +165,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     def stop(self) -> None:
         """Stop waiting for request messages.
 
-        Calls of public methods (see `is_public`) stop now, all other calls after 2 s.
+        Calls of public methods (see `is_public`) stop waiting now, all other calls after 2 s.
         """
         self._public_messages.stop()
         asyncio.get_running_loop().call_later(_LAST_MESSAGES_S, self._messages.stop)

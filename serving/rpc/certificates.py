@@ -155,7 +155,7 @@ def server_certificate(config: ServeConfig) -> ServerCertificate | None:
 
 
 def _load(certificate: Path, key: Path, client_ca: Path | None) -> _Loaded:
-    """Load and validate PEM files. Return gRPC's configuration, HTTP's context and the validity.
+    """Load and validate PEM files. Return TLS settings for gRPC and HTTP, and the validity period.
 
     Raises:
         ServingError: a file is missing or invalid.

@@ -1,7 +1,8 @@
-"""Link between the server's process and a front-end process, and the gRPC calls that it forwards.
+"""Forwarding of gRPC calls from front-end processes to the server's process.
 
-A frame is a header (payload size, kind, call number) and a payload. Request and response messages
-are passed on without being parsed.
+A front-end process accepts connections, and exchanges frames with the server's process. A frame is
+a header (payload size, kind, call number) and a payload. Request and response messages are passed
+on without being parsed.
 """
 
 import asyncio

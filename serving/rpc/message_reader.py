@@ -262,10 +262,9 @@ def _walk(
 ) -> Iterator[tuple[str, _Field]]:
     """Yield a pair `(path, field)` per field in `message[start:end]`, including nested messages.
 
-    `field` is a `_Field`: its number, its wire type, and the offsets of its value in `message`.
-    `path` is `prefix` plus the field's name if the field is a string or contains packed integers:
-    protobuf parses strings and packed integers one by one. For all other fields, `path` is empty.
-    `kind` is the message type.
+    The offsets in `field` refer to `message`. If the field is a string or contains packed integers,
+    `path` is `prefix` plus the field's name, because protobuf parses strings and packed integers
+    one by one. For all other fields, `path` is empty. `kind` is the message type.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)
