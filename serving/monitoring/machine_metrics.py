@@ -95,7 +95,7 @@ class GpuCollector(Collector):
     def _read_gpus(self) -> dict[str, dict[str, float]]:
         """Return a dict from GPU UUID to the GPU's metrics, a dict from metric name to value."""
         gpus = {}
-        with _skip_errors("no GPU"), _open_nvml():
+        with _skip_errors("the GPUs"), _open_nvml():
             for bus_id in self._bus_ids:
                 with _skip_errors(bus_id):
                     gpu = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id)
