@@ -1,6 +1,6 @@
 """Exceptions of the server and its clients. `grpc_calls` maps them to gRPC status codes.
 
-`model.image_limits.ImageError` and `model.bundle.manifest.BundleError` do not derive from
+The server also raises `ImageError` and `BundleError` of `model`, which do not derive from
 `ServingError`.
 """
 

@@ -1,4 +1,4 @@
-"""Measurement of training in several precisions, with baselines and seeds, in child processes."""
+"""Measurement of training speed, memory and losses, by model, precision and random seed."""
 
 import itertools
 import os

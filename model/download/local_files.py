@@ -79,7 +79,7 @@ class RemoteVersion(FrozenConfig):
         return self.etag or self.last_modified
 
     def agrees_with(self, other: "RemoteVersion") -> bool:
-        """Whether all headers that the server sent for both versions have equal values."""
+        """Whether the two versions differ in no header. A header that one lacks is ignored."""
         pairs = ((getattr(self, key), getattr(other, key)) for key in RemoteVersion.model_fields)
         return all(mine == theirs or None in (mine, theirs) for mine, theirs in pairs)
 

@@ -186,8 +186,8 @@ def _pointwise_convolution(  # type: ignore[no-untyped-def]
     """Multiply pixels [pixels, CHANNELS] by the transpose of the weight [OUTPUTS, CHANNELS].
 
     A thread block computes one tile of the result. If RESIDUAL, add the residual map. If SHIFT, the
-    residual has half the output's height and width. If EARLY, load the residual before the product
-    is computed, otherwise afterwards.
+    residual has half the output's height and width, and each of its pixels is added to 2x2 pixels.
+    If EARLY, load the residual before the product is computed, otherwise afterwards.
     """
     tiles: tl.constexpr = tl.cdiv(OUTPUTS, BLOCK_N)
     # Blocks with neighbouring numbers read the same pixels, which are then in the cache.

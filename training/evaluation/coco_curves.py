@@ -128,7 +128,7 @@ def _class_tasks(
 
 
 def _class_curves(tasks: list[_ClassTask]) -> Iterable[Curves]:
-    """Return the curves of each task, as arrays without the class axis."""
+    """Return the precision-recall curves of each task, which is one class of one IoU type."""
     processes = min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
     if processes == 1 or sum(len(task.detections) for task in tasks) < _PARALLEL_FROM:
         return map(_curves_of_class, tasks)

@@ -118,7 +118,7 @@ def merge(
     for similar in similar_names(category["name"] for category in merged.content["categories"]):
         click.echo(f"class names differ only in case or blanks: {similar}", err=True)
     arguments = f"data.train.annotations={out}", f"data.train.images={root}"
-    click.echo(f"use it with {shlex.join(arguments)}")
+    click.echo(f"to train on {out}, give `maskrcnn train` {shlex.join(arguments)}")
 
 
 @click.command(name="filter")
