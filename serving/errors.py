@@ -1,4 +1,4 @@
-"""Exceptions of the server and its clients. `grpc_calls` maps them to gRPC status codes.
+"""Exceptions of the server and its clients. `grpc_status` maps them to gRPC status codes.
 
 The server also raises `ImageError` and `BundleError` of `model`, which do not derive from
 `ServingError`.

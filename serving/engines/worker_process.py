@@ -1,4 +1,4 @@
-"""Worker processes, which run one engine each. If one crashes or hangs, the server survives."""
+"""Worker processes, which run one engine each. `pipeline.batching` restarts failed ones."""
 
 import contextlib
 import logging

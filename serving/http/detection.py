@@ -16,7 +16,7 @@ from ...model.image_decoding import IMAGE_SUFFIXES
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import Detections, TimedResponse, Timing
 from ..errors import InvalidRequestError
-from ..grpc_calls import abort_on_error
+from ..grpc_status import abort_on_error
 from ..host import in_daemon_thread
 from ..pipeline.pipeline import ModelRepository
 from ..result_formats import BYTES_PER_PIXEL, annotated_png, json_from_detections

@@ -23,7 +23,7 @@ from ..errors import (
     ServingError,
     StoppingError,
 )
-from ..grpc_calls import CallOutcome, http_status_from_status, status_and_message
+from ..grpc_status import CallOutcome, http_status_from_status, status_and_message
 from ..messages import REQUEST_ID_KEY
 from ..monitoring.logs import name_call
 from ..monitoring.telemetry import Tracer

@@ -20,7 +20,7 @@ from typing import Final
 from .. import LOGGER
 from ..config import LogFormat, LogLevel
 from ..detections import Timing
-from ..grpc_calls import status_from_error
+from ..grpc_status import status_from_error
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import grpc
 
 from ..detections import Timing
 from ..errors import ServingError
-from ..grpc_calls import CallContext
+from ..grpc_status import CallContext
 from .logs import AccessLog, name_request
 from .metrics import Metrics
 

@@ -19,8 +19,8 @@ from ..detections import (
 )
 from ..engines.base import SourceImage
 from ..errors import InvalidRequestError
-from ..pipeline.admission import request_deadline
 from ..pipeline.pipeline import InferenceRequest, Pipeline
+from ..pipeline.scheduling import request_deadline
 from ..pipeline.served_model import ServedModel
 from .input_images import ImageInput, decode_input, reject_parameters, validate_input
 from .responses import add_outputs, default_outputs, empty_response, mask_format_of, output_specs

@@ -18,7 +18,7 @@ from ..errors import (
     ReloadError,
     StoppingError,
 )
-from ..grpc_calls import CallContext, abort_on_error, status_and_message
+from ..grpc_status import CallContext, abort_on_error, status_and_message
 from ..pipeline.pipeline import ModelRepository, Pipeline
 from ..rpc.services import HealthService
 from ..rpc.streams import Admission, Streams

@@ -1,4 +1,4 @@
-"""Dynamic batching: group queued images into batches and compute them on worker processes."""
+"""Dynamic batching: group queued images into batches, compute them, and restart failed workers."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Fair scheduling: order of the images in a queue, and thread pool that connections share.
+"""Fair scheduling: order of queued images, thread pool that connections share, and deadlines.
 
 Images form batches by self-clocked fair queueing (Golestani, 1994). The image with the lowest
 service tag is served first. The tag of a new image is max(V, T) + W:
@@ -16,13 +16,14 @@ import contextlib
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...model.bundle.spec import ShapeBucket
 from ..detections import SchedulingOptions, Value
+from ..errors import ExpiredError
 from ..host import name_thread
 
 # Images that a connection gets per image of another connection whose priority is one level lower.
@@ -253,3 +254,49 @@ class FairThreadPool:
                 loop.call_soon_threadsafe(self._release_thread)
 
         return release
+
+
+def request_deadline(
+    timeout_s: float | None, server_timeout_s: float | None
+) -> contextlib.AbstractAsyncContextManager[None]:
+    """Return a context manager that cancels its body at a request's deadline.
+
+    The time counts from the start of the body.
+
+    Args:
+        timeout_s: Time limit in the request, in seconds. None: the request has no limit of its own.
+        server_timeout_s: Time limit of the server in seconds. None: the server has no limit. If
+            both limits are given, the lower one applies.
+
+    Raises:
+        ExpiredError: when the context exits, because its body took longer than the limit.
+    """
+    limits = [s for s in (timeout_s, server_timeout_s) if s is not None]
+    if not limits:
+        return contextlib.nullcontext()
+    limit_s = min(limits)
+    return time_limit(
+        limit_s,
+        lambda: ExpiredError(
+            f"the request exceeded its time limit of {limit_s:g} s; raise timeout_us (or the "
+            "parameter timeout) in the request, raise the server's --timeout-s, or send fewer "
+            "images at once"
+        ),
+    )
+
+
+@contextlib.asynccontextmanager
+async def time_limit(limit_s: float, timeout_error: Callable[[], Exception]) -> AsyncIterator[None]:
+    """Cancel the body of the context if it takes longer than a limit.
+
+    Args:
+        limit_s: Time limit in seconds.
+        timeout_error: Function that returns the exception to raise if the limit is exceeded.
+    """
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise timeout_error() from None

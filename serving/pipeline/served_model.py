@@ -25,9 +25,8 @@ from ..engines.worker_process import WorkerProcess, assign_resources, start_work
 from ..errors import BackendError, InvalidRequestError, UnloadedError
 from ..host import in_daemon_thread
 from ..monitoring.metrics import Metrics
-from .admission import time_limit
 from .batching import START_TIMEOUT_S, Batcher
-from .scheduling import BatchPolicy
+from .scheduling import BatchPolicy, time_limit
 
 ModelBatcher = Batcher[EngineItem, EngineResult]
 ModelProcess = WorkerProcess[EngineItem, EngineResult]

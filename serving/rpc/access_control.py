@@ -14,7 +14,7 @@ import grpc
 from ..config import ServeConfig
 from ..credential_files import TokenFile
 from ..errors import ForbiddenError, QueueFullError, ServingError, UnauthenticatedError
-from ..grpc_calls import CallContext, status_and_message
+from ..grpc_status import CallContext, status_and_message
 from ..pipeline.pipeline import ModelRepository
 from ..pipeline.shared_resources import current_client
 from .message_reader import MESSAGES_PER_SLOT, PendingMessages, call_handler

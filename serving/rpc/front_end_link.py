@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import grpc
 
-from ..grpc_calls import CallOutcome
+from ..grpc_status import CallOutcome
 
 # Initial size of the receive buffer in bytes. A larger frame enlarges it until it has been read.
 _BUFFER_BYTES: Final = 256 << 10

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from ..grpc_calls import drop_client_faults
+from ..grpc_status import drop_client_faults
 from .front_end_link import Frame, Link
 
 if TYPE_CHECKING:

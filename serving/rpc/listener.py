@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
-from ..grpc_calls import drop_client_faults
+from ..grpc_status import drop_client_faults
 from ..messages import REQUEST_ID_KEY
 from ..monitoring.logs import name_call
 from ..monitoring.telemetry import Tracer

@@ -12,7 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from ..errors import ExpiredError, InvalidRequestError, QueueFullError, ServingError, StoppingError
-from ..grpc_calls import CallContext
+from ..grpc_status import CallContext
 
 # Maximum number of request messages that the server waits for at a time, per admission slot.
 MESSAGES_PER_SLOT = 2

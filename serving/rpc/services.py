@@ -13,7 +13,7 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..config import ServeConfig
 from ..detections import ResponseEncoder, TimedResponse
-from ..grpc_calls import CallContext, abort_on_error, status_and_message, truncate_message
+from ..grpc_status import CallContext, abort_on_error, status_and_message, truncate_message
 from ..messages import (
     encode_detections,
     model_response,
@@ -22,8 +22,8 @@ from ..messages import (
     scheduling_from_request,
     stream_response_bytes,
 )
-from ..pipeline.admission import request_deadline
 from ..pipeline.pipeline import InferenceRequest, ModelRepository, Pipeline
+from ..pipeline.scheduling import request_deadline
 from ..pipeline.served_model import ServedModel
 from .listener import GrpcServer
 from .streams import Admission, Streams

@@ -1,4 +1,4 @@
-"""gRPC calls: interface of their context, status codes of exceptions, and filter for gRPC's log."""
+"""gRPC status codes of exceptions, interface of a call's context, and filter for gRPC's log."""
 
 import logging
 from bisect import bisect_right
