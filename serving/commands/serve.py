@@ -208,7 +208,7 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
     sources = model_sources(models, config)
     if doctor:
         from .doctor import show
-        from .server_checks import diagnose
+        from .serve_doctor import diagnose
 
         healthy = show(diagnose(sources, config, setting_sources()))
         click.get_current_context().exit(0 if healthy else 1)

@@ -23,7 +23,7 @@ from unloadable_server import RunningServer, serving, until
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.commands.serve import model_sources, serve
-from maskrcnn_trt.serving.commands.server_checks import diagnose
+from maskrcnn_trt.serving.commands.serve_doctor import diagnose
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import SchedulingOptions
 from maskrcnn_trt.serving.errors import RefusedError, ServingError

@@ -21,7 +21,7 @@ from unloadable_server import serving
 import maskrcnn_trt.serving
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.commands.serve import config_from_options, config_options, serve
-from maskrcnn_trt.serving.commands.server_checks import most_request_bytes
+from maskrcnn_trt.serving.commands.serve_doctor import most_request_bytes
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.monitoring.machine_metrics import GPU_METRICS
 

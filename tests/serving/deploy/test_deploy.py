@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import maskrcnn_trt.serving
 from maskrcnn_trt.serving.commands.serve import config_from_options, config_options, serve
-from maskrcnn_trt.serving.commands.server_checks import most_request_bytes
+from maskrcnn_trt.serving.commands.serve_doctor import most_request_bytes
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.pipeline.shared_resources import DecodeMemory, decode_memory_limit
 from maskrcnn_trt.serving.rpc.services import LIVENESS

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from maskrcnn_trt.model.host_resources import available_memory
 from maskrcnn_trt.serving.commands.doctor import CheckResult, CheckSection
 from maskrcnn_trt.serving.commands.serve import serve
-from maskrcnn_trt.serving.commands.server_checks import diagnose
+from maskrcnn_trt.serving.commands.serve_doctor import diagnose
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.pipeline.served_model import ModelSource
 
