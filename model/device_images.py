@@ -9,8 +9,8 @@ between the values (0..255) that nvJPEG and Pillow decode:
     full                1.5     16
     half                5       48
 
-With the resize rules `pillow` and `detectron2`, resized values differ from Pillow's by at most 1.
-With the rule `torchvision`, resized values equal torchvision's.
+With the resize rules `pillow` and `detectron2`, resized values equal Pillow's. With the rule
+`torchvision`, they equal torchvision's.
 """
 
 import warnings

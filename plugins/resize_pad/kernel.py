@@ -6,29 +6,52 @@ from ..runtime.compilation import Kernel, Launch
 _BLOCK_WIDTH, _BLOCK_HEIGHT = 32, 8
 _ROWS = 4
 _BLOCK_ROWS = _ROWS * _BLOCK_HEIGHT
+# Threads of a block that computes weights.
+_WEIGHT_THREADS = 128
+# Entries of the table of weights before the weights: index of the first source pixel, and number of
+# source pixels.
+_HEADER = 2
+
+_CONSTANTS = (("CHANNELS", 3), ("ROWS", _ROWS), ("WEIGHT_BITS", 22))
+RESIZE_WEIGHTS = Kernel("resize_pad/resize_pad.cu", "resize_weights", _CONSTANTS)
+RESIZE_PAD = Kernel("resize_pad/resize_pad.cu", "resize_pad", _CONSTANTS)
 
 
-RESIZE_PAD = Kernel(
-    "resize_pad/resize_pad.cu",
-    "resize_pad",
-    (("CHANNELS", 3), ("ROWS", _ROWS)),
-    fused_multiply_add=True,
-)
+def table_shape(images: int, taps: int, places: int) -> tuple[int, int, int, int]:
+    """Return the shape of the int32 table of weights: image, axis, entry, place on the axis.
+
+    Args:
+        images: Number of images.
+        taps: Largest number of source pixels that contribute to a resized pixel along an axis.
+        places: Longest side of the batch in pixels.
+    """
+    return images, 2, _HEADER + taps, places
 
 
-def resize_pad_launch(images: int, height: int, width: int) -> Launch:
+def resize_weights_launch(images: int, taps: int, places: int) -> Launch:
+    """Return the grid, block and scalar arguments of the kernel `RESIZE_WEIGHTS`.
+
+    The input is a table [images, 9] int64. A row holds the GPU address of a uint8 image, its
+    strides in bytes by channel, row and column, its height and width, its height and width after
+    resizing, and whether it is resized along its columns first. The output is the table of weights;
+    the arguments are those of `table_shape`.
+    """
+    grid = ((places + _WEIGHT_THREADS - 1) // _WEIGHT_THREADS, 2, images)
+    return Launch(grid, (_WEIGHT_THREADS, 1, 1), (taps, places))
+
+
+def resize_pad_launch(images: int, taps: int, places: int, height: int, width: int) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `RESIZE_PAD`.
 
-    The input is a table [images, 8] int64. A row holds the GPU address of a uint8 image, its
-    strides in bytes by channel, row and column, its height and width, and its height and width
-    after resizing. The output is the padded batch [images, 3, height, width] uint8.
+    The inputs are the input and the output of `RESIZE_WEIGHTS`. The output is the padded batch
+    [images, 3, height, width] uint8.
     """
     grid = (
         (width + _BLOCK_WIDTH - 1) // _BLOCK_WIDTH,
         (height + _BLOCK_ROWS - 1) // _BLOCK_ROWS,
         images,
     )
-    return Launch(grid, (_BLOCK_WIDTH, _BLOCK_HEIGHT, 1), (height, width))
+    return Launch(grid, (_BLOCK_WIDTH, _BLOCK_HEIGHT, 1), (taps, places, height, width))
 
 
-PREBUILT_KERNELS = (RESIZE_PAD,)
+PREBUILT_KERNELS = (RESIZE_WEIGHTS, RESIZE_PAD)

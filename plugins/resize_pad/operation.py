@@ -1,20 +1,31 @@
 """`maskrcnn::resize_pad`: resizing of images of any sizes into a padded batch.
 
 Contract of all implementations: an image is resized bilinearly with antialiasing, and padded with
-zeros at the right and bottom. Pixel values differ from Pillow's by at most 1.
+zeros at the right and bottom. Pixel values equal those of `PIL.Image.resize`.
 """
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
+import PIL
 import torch
+from PIL.Image import Resampling, fromarray
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..runtime.arguments import check_argument
-from ..runtime.launching import launch_kernel
-from .kernel import RESIZE_PAD, resize_pad_launch
+from ..runtime.launching import launch_kernel, table_on_device
+from .kernel import (
+    RESIZE_PAD,
+    RESIZE_WEIGHTS,
+    resize_pad_launch,
+    resize_weights_launch,
+    table_shape,
+)
 
 _CHANNELS = 3
+# Older versions of Pillow always resize along the rows first. The order affects rounding.
+_PILLOW_CHOOSES_ORDER = int(PIL.__version__.partition(".")[0]) >= 13
 
 
 @torch.library.custom_op("maskrcnn::resize_pad", mutates_args=(), device_types="cpu")
@@ -53,14 +64,21 @@ def _(images: Sequence[Tensor], _sizes: Sequence[int], height: int, width: int) 
 def _(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -> Tensor:
     pairs = _checked_sizes(images, sizes, height, width)
     rows = [
-        (image.data_ptr(), *image.stride(), *image.shape[1:], *(size if image.numel() else (0, 0)))
+        (
+            *(image.data_ptr(), *image.stride(), *image.shape[1:]),
+            *(size if image.numel() else (0, 0)),
+            _is_vertical_first(image, size),
+        )
         for image, size in zip(images, pairs, strict=True)
     ]
-    # From pinned memory, the copy does not wait for the GPU.
-    table = torch.tensor(rows, pin_memory=True).to(images[0].device, non_blocking=True)
+    table = table_on_device(rows, images[0].device)
     batch = _empty_batch(images, height, width)
-    launch = resize_pad_launch(len(images), height, width)
-    launch_kernel(RESIZE_PAD, launch, [table], [batch])
+    taps = max(map(_taps, images, pairs))
+    shape = len(images), taps, max(height, width)
+    weights = table.new_empty(table_shape(*shape), dtype=torch.int32)
+    launch_kernel(RESIZE_WEIGHTS, resize_weights_launch(*shape), [table], [weights])
+    launch = resize_pad_launch(*shape, height, width)
+    launch_kernel(RESIZE_PAD, launch, [table, weights], [batch])
     return batch
 
 
@@ -89,11 +107,25 @@ def _checked_sizes(
     return pairs
 
 
+def _is_vertical_first(image: Tensor, size: tuple[int, int]) -> bool:
+    """Whether Pillow resizes an image along its columns before its rows.
+
+    Pillow 13 does so if it reduces the height by more than twice as many pixels as the width.
+    """
+    rows, columns = (old - new for old, new in zip(image.shape[1:], size, strict=True))
+    return _PILLOW_CHOOSES_ORDER and rows > max(0, 2 * columns)
+
+
+def _taps(image: Tensor, size: tuple[int, int]) -> int:
+    """Return an upper bound of the source pixels per resized pixel along an axis."""
+    scale = max(1.0, *(old / new for old, new in zip(image.shape[1:], size, strict=True)))
+    return 2 * math.ceil(scale) + 1
+
+
 def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
-    if image.shape[1:] == size:
-        return image
-    resized = F.interpolate(image[None].float(), size, mode="bilinear", antialias=True)[0]
-    return resized.round_().clamp_(0, 255).to(torch.uint8)
+    pixels = fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    resized = pixels.resize(size[::-1], Resampling.BILINEAR)
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
 
 
 def _empty_batch(images: Sequence[Tensor], height: int, width: int) -> Tensor:

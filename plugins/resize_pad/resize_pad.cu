@@ -1,78 +1,131 @@
 // Resize images into a padded batch. Contract: resize_pad/operation.py.
 //
-// A pixel of the resized image is the weighted mean of nearby source pixels. The weight of a source
-// pixel falls linearly with its distance along each axis. A thread computes ROWS neighbouring output
-// pixels of a column, and resizes each source row that they need along the columns only once.
+// Like Pillow, the kernels resize along one axis after the other, with integer weights, and round to
+// 8 bits after each of the two passes. `resize_weights` computes the weights. A thread of `resize_pad`
+// computes ROWS neighbouring output pixels of a column. Usually the first pass is along the rows. The
+// thread then resizes each source row that it needs only once.
 //
-// Compile-time constants: CHANNELS, ROWS.
+// Compile-time constants: CHANNELS, ROWS, WEIGHT_BITS (fractional bits of a weight).
 
 struct Image {
     const unsigned char* pixels;
     long long channel_stride, row_stride, column_stride;
     long long height, width;
     long long resized_height, resized_width;
+    // Whether the first pass is along the columns.
+    long long vertical_first;
 };
 
-// Weights of source pixels along one axis.
-struct Axis {
-    int size;
-    // Quotient of the sizes before and after resizing, distance in source pixels at which a weight
-    // is zero, and fall of a weight per source pixel.
-    float scale, reach, step;
+constexpr int HALF = 1 << (WEIGHT_BITS - 1);
+// Axes of an image, and entries of the table of weights before the weights.
+enum { ROW_AXIS, COLUMN_AXIS, AXES };
+enum { FIRST, COUNT, WEIGHTS };
 
-    __device__ Axis(int size, int resized)
-        : size(size), scale(static_cast<float>(size) / resized), reach(fmaxf(scale, 1.f)),
-          step(1.f / reach) {}
+__device__ int rounded(int sum) { return min(max((sum + HALF) >> WEIGHT_BITS, 0), 255); }
 
-    __device__ float centre(int place) const { return scale * (place + 0.5f); }
-    // First of the source pixels that contribute to a resized pixel, and the end of them.
-    __device__ int begin(int place) const {
-        return max(static_cast<int>(centre(place) - reach + 0.5f), 0);
-    }
-    __device__ int end(int place) const {
-        return min(static_cast<int>(centre(place) + reach + 0.5f), size);
-    }
-    __device__ float weight(int source, float centre) const {
-        return fmaxf(1.f - fabsf(source + 0.5f - centre) * step, 0.f);
-    }
-};
+using Sums = int[CHANNELS];
 
-extern "C" __global__ void resize_pad(const Image* __restrict__ images, int height, int width,
-                                      unsigned char* __restrict__ batch) {
+// Add weighted channels of a source pixel.
+__device__ void add(Sums& sums, int weight, const unsigned char* pixel, long long stride) {
+#pragma unroll
+    for (int channel = 0; channel < CHANNELS; ++channel) {
+        sums[channel] += weight * pixel[channel * stride];
+    }
+}
+
+// Add the rounded result of the first pass, weighted for the second pass.
+__device__ void add(Sums& sums, int weight, const Sums& first_pass) {
+#pragma unroll
+    for (int channel = 0; channel < CHANNELS; ++channel) {
+        sums[channel] += weight * rounded(first_pass[channel]);
+    }
+}
+
+// The table is [images, AXES, WEIGHTS + taps, places]. For each place on an axis of a resized image,
+// it has the index of the first source pixel that contributes, the number of such pixels, and their
+// weights. A weight falls linearly with the distance between the centres of the pixels. Weights are
+// computed in double precision and in Pillow's order of operations, so that they are equal.
+extern "C" __global__ void resize_weights(const Image* __restrict__ images, int taps, int places,
+                                          int* __restrict__ table) {
+    const int place = blockIdx.x * blockDim.x + threadIdx.x, axis = blockIdx.y;
+    const Image image = images[blockIdx.z];
+    const int size = axis == ROW_AXIS ? image.height : image.width;
+    const int resized = axis == ROW_AXIS ? image.resized_height : image.resized_width;
+    if (place >= resized) return;
+    const double scale = static_cast<double>(size) / resized, reach = scale < 1.0 ? 1.0 : scale;
+    const double centre = (place + 0.5) * scale, step = 1.0 / reach;
+    const int first = max(static_cast<int>(centre - reach + 0.5), 0);
+    const int count = min(static_cast<int>(centre + reach + 0.5), size) - first;
+
+    table += (static_cast<long long>(blockIdx.z) * AXES + axis) * (WEIGHTS + taps) * places + place;
+    table[FIRST * places] = first;
+    table[COUNT * places] = count;
+    const auto weight = [&](int tap) {
+        const double distance = (tap + first - centre + 0.5) * step;
+        const double fall = distance < 0.0 ? -distance : distance;
+        return fall < 1.0 ? 1.0 - fall : 0.0;
+    };
+    double total = 0.0;
+    for (int tap = 0; tap < count; ++tap) total += weight(tap);
+    for (int tap = 0; tap < count; ++tap) {
+        const double share = total != 0.0 ? weight(tap) / total : weight(tap);
+        table[(WEIGHTS + tap) * places] = static_cast<int>(0.5 + share * (1 << WEIGHT_BITS));
+    }
+}
+
+extern "C" __global__ void resize_pad(const Image* __restrict__ images,
+                                      const int* __restrict__ table, int taps, int places,
+                                      int height, int width, unsigned char* __restrict__ batch) {
     const int x = blockIdx.x * blockDim.x + threadIdx.x;
     const int first_y = (blockIdx.y * blockDim.y + threadIdx.y) * ROWS;
     if (x >= width || first_y >= height) return;
     const Image image = images[blockIdx.z];
     const int resized_height = image.resized_height, resized_width = image.resized_width;
-    // Weighted sums of the pixels, and sums of their weights.
-    float sums[ROWS][CHANNELS] = {}, totals[ROWS] = {};
+    int sums[ROWS][CHANNELS] = {};
 
     if (x < resized_width && first_y < resized_height) {
-        const Axis rows(image.height, resized_height), columns(image.width, resized_width);
-        const float column_centre = columns.centre(x);
-        const int left = columns.begin(x), right = columns.end(x);
-        const int bottom = rows.end(min(first_y + ROWS, resized_height) - 1);
-        for (int row = rows.begin(first_y); row < bottom; ++row) {
-            const unsigned char* source =
-                image.pixels + row * image.row_stride + left * image.column_stride;
-            float pixel[CHANNELS] = {}, total = 0.f;
-#pragma unroll 2
-            for (int column = left; column < right; ++column) {
-                const float weight = columns.weight(column, column_centre);
-                total += weight;
+        const long long axis_size = static_cast<long long>(WEIGHTS + taps) * places;
+        const int* rows = table + blockIdx.z * AXES * axis_size + first_y;
+        const int* columns = table + (blockIdx.z * AXES + COLUMN_AXIS) * axis_size + x;
+        const int left = columns[FIRST * places], column_count = columns[COUNT * places];
+        // Rows of the batch beyond the resized image have no source rows.
+        int firsts[ROWS], counts[ROWS], bottom = 0;
 #pragma unroll
-                for (int channel = 0; channel < CHANNELS; ++channel) {
-                    pixel[channel] += weight * source[channel * image.channel_stride];
-                }
-                source += image.column_stride;
-            }
+        for (int i = 0; i < ROWS; ++i) {
+            const bool inside = first_y + i < resized_height;
+            firsts[i] = inside ? rows[FIRST * places + i] : 0;
+            counts[i] = inside ? rows[COUNT * places + i] : 0;
+            bottom = max(bottom, firsts[i] + counts[i]);
+        }
+        const unsigned char* corner = image.pixels + left * image.column_stride;
+        if (image.vertical_first) {
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const float weight = rows.weight(row, rows.centre(first_y + i));
-                totals[i] += weight * total;
+                for (int tap = 0; tap < column_count; ++tap) {
+                    const unsigned char* source =
+                        corner + tap * image.column_stride + firsts[i] * image.row_stride;
+                    int pixel[CHANNELS] = {};
+                    for (int row = 0; row < counts[i]; ++row) {
+                        add(pixel, rows[(WEIGHTS + row) * places + i], source, image.channel_stride);
+                        source += image.row_stride;
+                    }
+                    add(sums[i], columns[(WEIGHTS + tap) * places], pixel);
+                }
+            }
+        } else {
+            for (int row = firsts[0]; row < bottom; ++row) {
+                const unsigned char* source = corner + row * image.row_stride;
+                int pixel[CHANNELS] = {};
+#pragma unroll 2
+                for (int tap = 0; tap < column_count; ++tap) {
+                    add(pixel, columns[(WEIGHTS + tap) * places], source, image.channel_stride);
+                    source += image.column_stride;
+                }
 #pragma unroll
-                for (int channel = 0; channel < CHANNELS; ++channel) {
-                    sums[i][channel] += weight * pixel[channel];
+                for (int i = 0; i < ROWS; ++i) {
+                    const int tap = row - firsts[i];
+                    if (tap < 0 || tap >= counts[i]) continue;
+                    add(sums[i], rows[(WEIGHTS + tap) * places + i], pixel);
                 }
             }
         }
@@ -82,12 +135,9 @@ extern "C" __global__ void resize_pad(const Image* __restrict__ images, int heig
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         if (first_y + i >= height) return;
-        const bool inside = x < resized_width && first_y + i < resized_height;
-        const float factor = inside ? 1.f / totals[i] : 0.f;
 #pragma unroll
         for (int channel = 0; channel < CHANNELS; ++channel) {
-            batch[channel * plane + i * width] =
-                static_cast<unsigned char>(rintf(sums[i][channel] * factor));
+            batch[channel * plane + i * width] = rounded(sums[i][channel]);
         }
     }
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.arguments import check_argument
-from ..runtime.launching import launch_kernel
+from ..runtime.launching import launch_kernel, table_on_device
 from .kernel import RGB_FROM_YCBCR, rgb_from_ycbcr_launch
 
 _CHANNELS = 3
@@ -57,8 +57,7 @@ def _(lumas: Sequence[Tensor], chromas: Sequence[Tensor]) -> list[Tensor]:
         (luma.data_ptr(), chroma.data_ptr(), image.data_ptr(), *luma.shape, *chroma.shape[1:])
         for luma, chroma, image in zip(lumas, chromas, images, strict=True)
     ]
-    # From pinned memory, the copy does not wait for the GPU.
-    table = torch.tensor(rows, pin_memory=True).to(lumas[0].device, non_blocking=True)
+    table = table_on_device(rows, lumas[0].device)
     height, width = (max(luma.shape[axis] for luma in lumas) for axis in (0, 1))
     launch_kernel(RGB_FROM_YCBCR, rgb_from_ycbcr_launch(len(images), height, width), [table], [])
     return images

@@ -52,6 +52,13 @@ def launch_kernel(
         raise _error_from(status, f"kernel {kernel.name} cannot be launched with {launch}")
 
 
+def table_on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return rows of integers as an int64 tensor on a device, without waiting for the device."""
+    # From pinned memory, the copy does not wait for the GPU.
+    table = torch.tensor(rows, pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)
+
+
 def shared_memory_limit(device: torch.device) -> int:
     """Return the maximum shared memory of a thread block on a GPU, in bytes."""
     properties: Any = torch.cuda.get_device_properties(device)

@@ -5,11 +5,12 @@ from io import BytesIO
 import numpy as np
 import pytest
 import torch
+from host_kernels import launch_on_host
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from maskrcnn_trt.plugins.rgb_from_ycbcr import rgb_from_ycbcr
+from maskrcnn_trt.plugins.rgb_from_ycbcr import operation, rgb_from_ycbcr
 
 # Pillow's argument `subsampling`, and the factors by which it divides chroma rows and columns.
 SUBSAMPLINGS = {0: (1, 1), 1: (1, 2), 2: (2, 2)}
@@ -63,19 +64,24 @@ def test_grey_and_coloured_images_in_one_batch(device: str) -> None:
     assert torch.equal(coloured.cpu(), decoded_by_pillow(image, 2))
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("factors", [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_kernel_equals_the_cpu(factors: tuple[int, int]) -> None:
+def test_kernel_equals_the_cpu(
+    factors: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, the CUDA kernel is compiled by the host's compiler."""
+    if device == "cpu":
+        monkeypatch.setattr(operation, "launch_kernel", launch_on_host)
     generator = torch.Generator().manual_seed(0)
     lumas, chromas = [], []
     for height, width in [*SIZES, (480, 640), (1, 9), (7, 1), (1, 1)]:
         size = -(-height // factors[0]), -(-width // factors[1])
         lumas.append(torch.randint(256, (height, width), generator=generator).byte())
         chromas.append(torch.randint(256, (2, *size), generator=generator).byte())
-    on_gpu = ([plane.cuda() for plane in planes] for planes in (lumas, chromas))
-    expected = rgb_from_ycbcr(lumas, chromas)
-    for own, wanted in zip(rgb_from_ycbcr(*on_gpu), expected, strict=True):
-        assert torch.equal(own.cpu(), wanted)
+    planes = ([plane.to(device) for plane in own] for own in (lumas, chromas))
+    by_kernel = rgb_from_ycbcr._backend_fns["cuda"](*planes)
+    for own, expected in zip(by_kernel, rgb_from_ycbcr(lumas, chromas), strict=True):
+        assert torch.equal(own.cpu(), expected)
 
 
 def test_half_of_the_rows(device: str) -> None:
