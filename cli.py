@@ -2,7 +2,6 @@
 
 import difflib
 import errno
-import importlib
 import re
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import click
 from click.exceptions import NoArgsIsHelpError, NoSuchCommand, NoSuchOption
 
 from . import __version__
+from .model.config.lazy_group import LazyGroup
 
 
 class _LazyCommand(NamedTuple):
@@ -93,26 +93,18 @@ _USER_ERRORS = frozenset(
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class _LazyGroup(click.Group):
-    """Click group that imports the module of a subcommand only when the subcommand is used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        module, _, attribute = _COMMANDS[cmd_name].target.partition(":")
-        command = getattr(importlib.import_module(f".{module}", __package__), attribute)
-        assert isinstance(command, click.Command)
-        return command
+class _CommandLine(LazyGroup):
+    """Lazy group whose help shows the summaries of its subcommands without importing them."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.summary) for name, command in _COMMANDS.items()])
 
 
-@click.group(cls=_LazyGroup)
+@click.group(
+    cls=_CommandLine,
+    targets={name: f"{__package__}.{command.target}" for name, command in _COMMANDS.items()},
+)
 @click.version_option(__version__)
 def cli() -> None:
     """Mask R-CNN from a COCO-format data set to a served model."""
