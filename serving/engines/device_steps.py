@@ -1,8 +1,8 @@
 """Processing of batches on the GPU: image files in, encoded masks out.
 
-Decoding, padding, the model and mask pasting each have a CUDA stream, so that these steps of
-successive batches overlap. A batch's tensors are freed after its last step, when no stream uses
-them. Decoded images can be large, so they are freed as soon as they are padded.
+Decoding, padding, the model, mask pasting and repeated mask encoding each have a CUDA stream, so
+that these steps of successive batches overlap. A batch's tensors are freed after its last step,
+when no stream uses them. Decoded images can be large, so they are freed as soon as they are padded.
 """
 
 import dataclasses
@@ -95,8 +95,8 @@ class DeviceSteps:
         # torch.cuda or torch.cpu. The streams of torch.cpu do nothing.
         self._module = torch.get_device_module(self._device)
         # High priority: the short kernels must not wait for the model's long ones.
-        self._decoding, self._padding, self._pasting = (
-            self._module.Stream(priority=-1) for _ in range(3)
+        self._decoding, self._padding, self._pasting, self._repeating = (
+            self._module.Stream(priority=-1) for _ in range(4)
         )
         self._computing = self._module.Stream()
         self._waiting = threading.Lock()
@@ -227,9 +227,9 @@ class DeviceSteps:
         kept = [_kept_rows(batch, row, entry) for row, entry in enumerate(entries)]
         rles: Sequence[list[bytes]] = [[]] * len(entries)
         if own := batch.encoded.get(MaskFormat.RLE):
-            # Masks with more runs than `_run_capacity` are encoded again, in the stream in which
-            # they were pasted.
-            with self._module.stream(self._pasting):
+            # Masks with more runs than `_run_capacity` are encoded again, in a stream of their own:
+            # the stream for pasting already waits for the model of the next batch.
+            with self._module.stream(self._repeating):
                 selected = [
                     rows if _wants_rles(entry) else rows[:0]
                     for rows, entry in zip(kept, entries, strict=True)
