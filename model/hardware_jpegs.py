@@ -6,8 +6,9 @@ nvJPEG could do that too, but it repeats chroma samples where Pillow interpolate
 
 import ctypes
 import functools
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -62,13 +63,27 @@ class _Library:
 
 
 class _PlaneSizes(NamedTuple):
-    """Height and width in pixels of an image's luma plane, and of its chroma planes.
+    """Height and width of an image, and of its chroma planes.
 
-    If the image is grey, the chroma planes have no pixels.
+    If the image is grey, the chroma planes have no samples.
     """
 
-    luma: tuple[int, int]
-    chroma: tuple[int, int]
+    height: int
+    width: int
+    chroma_height: int
+    chroma_width: int
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in all three planes."""
+        return self.height * self.width + 2 * self.chroma_height * self.chroma_width
+
+    def image_at(self, luma: int) -> _Image:
+        """Return the C struct of planes without gaps. `luma` is the address of the first one."""
+        blue = luma + self.height * self.width
+        red = blue + self.chroma_height * self.chroma_width
+        columns = self.width, self.chroma_width, self.chroma_width
+        return _Image((luma, blue, red, None), (*columns, 0))
 
 
 class _Slot:
@@ -126,16 +141,13 @@ class HardwareJpegDecoder:
                 }
             if not sizes:
                 return [None] * len(files)
-            lumas, chromas = zip(*map(self._empty_planes, sizes.values()), strict=True)
-            if not self._queue([files[index] for index in sizes], lumas, chromas):
+            samples = sum(own.samples for own in sizes.values())
+            planes = torch.empty(samples, dtype=torch.uint8, device=self._device)
+            if not self._queue([files[index] for index in sizes], list(sizes.values()), planes):
                 return [None] * len(files)
-            images = dict(zip(sizes, rgb_from_ycbcr(lumas, chromas), strict=True))
+            pixels = rgb_from_ycbcr(planes, [side for own in sizes.values() for side in own])
+            images = dict(zip(sizes, _images_in(pixels, sizes.values()), strict=True))
             return [images.get(index) for index in range(len(files))]
-
-    def _empty_planes(self, sizes: _PlaneSizes) -> tuple[Tensor, Tensor]:
-        """Allocate a luma plane [h, w] and two chroma planes [2, ch, cw]."""
-        empty = functools.partial(torch.empty, dtype=torch.uint8, device=self._device)
-        return empty(sizes.luma), empty((2, *sizes.chroma))
 
     def _supported_sizes(self, file: Tensor) -> _PlaneSizes | None:
         """Return the sizes of a JPEG's planes. None: the hardware does not support the file."""
@@ -151,13 +163,14 @@ class HardwareJpegDecoder:
             return None
         size, factors = (height.value, width.value), _CHROMA_FACTORS[chroma.value]
         if factors is None:
-            return _PlaneSizes(size, (0, 0))
-        return _PlaneSizes(size, (-(-size[0] // factors[0]), -(-size[1] // factors[1])))
+            return _PlaneSizes(*size, 0, 0)
+        return _PlaneSizes(*size, -(-size[0] // factors[0]), -(-size[1] // factors[1]))
 
-    def _queue(
-        self, files: Sequence[Tensor], lumas: Sequence[Tensor], chromas: Sequence[Tensor]
-    ) -> bool:
-        """Queue the decoding of files into planes. Return False if nvJPEG reports an error."""
+    def _queue(self, files: Sequence[Tensor], sizes: Sequence[_PlaneSizes], planes: Tensor) -> bool:
+        """Queue the decoding of files into planes, one after the other without gaps.
+
+        Return False if nvJPEG reports an error.
+        """
         slot = self._take_slot()
         try:
             library, count = self._library, len(files)
@@ -167,12 +180,14 @@ class HardwareJpegDecoder:
                 slot.batch_size = count
             stream = torch.cuda.current_stream(self._device)
             slot.files = files
+            samples = (own.samples for own in sizes)
+            addresses = itertools.accumulate(samples, initial=planes.data_ptr())
             status = library.decode(
                 self._handle,
                 slot.state,
                 (c_void_p * count)(*[file.data_ptr() for file in files]),
                 (c_size_t * count)(*[len(file) for file in files]),
-                (_Image * count)(*map(_image_of, lumas, chromas)),
+                (_Image * count)(*map(_PlaneSizes.image_at, sizes, addresses)),
                 stream.cuda_stream,
             )
             slot.decoded.record(stream)
@@ -222,10 +237,12 @@ def _path_of_nvjpeg() -> str | None:
     return next((line.split(maxsplit=5)[-1] for line in lines if "/libnvjpeg" in line), None)
 
 
-def _image_of(luma: Tensor, chroma: Tensor) -> _Image:
-    blue, red = chroma.data_ptr(), chroma.data_ptr() + chroma[0].numel()
-    columns = luma.shape[1], chroma.shape[2]
-    return _Image((luma.data_ptr(), blue, red, None), (columns[0], columns[1], columns[1], 0))
+def _images_in(pixels: Tensor, sizes: Iterable[_PlaneSizes]) -> Iterator[Tensor]:
+    """Yield views [3, h, w] of images that lie one after the other in a tensor [N]."""
+    start = 0
+    for height, width, *_ in sizes:
+        yield pixels.as_strided((3, height, width), (height * width, width, 1), start)
+        start += 3 * height * width
 
 
 def _check(status: int) -> None:

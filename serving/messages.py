@@ -162,29 +162,26 @@ def encode_detections(detections: Detections) -> bytes:
 def _detections_with_rles(detections: Detections) -> bytes:
     """Serialise detections with RLE masks as the field `DetectResponse.detections`."""
     parts: list[bytes] = []
-    rows = zip(
+    names = map(
+        _class_fields,
         detections.labels.tolist(),
         detections.class_names,
         detections.category_ids.tolist(),
-        _scores_and_boxes(detections),
-        detections.rles or (),
-        strict=True,
     )
+    rows = zip(names, _scores_and_boxes(detections), detections.rles or (), strict=True)
     size = pb.Rle(height=detections.height, width=detections.width).SerializeToString()
-    for label, class_name, category_id, score_and_box, rle in rows:
-        name = _class_fields(label, class_name, category_id)
+    for name, score_and_box, rle in rows:
         counts = rle.counts
-        headers = _headers(len(name) + len(score_and_box), len(size), len(counts))
-        parts += (headers[0], name, score_and_box, headers[1], size, headers[2], counts)
+        header, rle_header = _headers(len(name) + len(score_and_box), size, len(counts))
+        parts += (header, name, score_and_box, rle_header, counts)
     return b"".join(parts)
 
 
 def _scores_and_boxes(detections: Detections) -> list[bytes]:
     """Return the serialised fields `score` and `box`: one bytes object for each detection."""
-    records = np.full(len(detections), _SCORE_AND_BOX)
+    records = _SCORE_AND_BOX[None].repeat(len(detections))
     records["score"], records["corners"]["value"] = detections.scores, detections.boxes
-    text, step = records.tobytes(), records.itemsize
-    fields = [text[start : start + step] for start in range(0, len(text), step)]
+    fields: list[bytes] = records.view(f"V{records.itemsize}").tolist()
     has_zeros = (detections.boxes == 0).any(axis=1) | (detections.scores == 0)
     # protobuf leaves out fields that are zero, which the template contains.
     for index in np.flatnonzero(has_zeros).tolist():
@@ -202,18 +199,18 @@ def _class_fields(label: int, class_name: str, category_id: int) -> bytes:
 
 
 @lru_cache(maxsize=1 << 14)
-def _headers(detection: int, rle: int, counts: int) -> tuple[bytes, bytes, bytes]:
-    """Return three headers (tag and length): of a detection, of its `rle`, and of `rle.counts`.
+def _headers(detection: int, size: bytes, counts: int) -> tuple[bytes, bytes]:
+    """Return the bytes before a detection's fields, and those before its `rle.counts`.
 
     Args:
         detection: Size in bytes of the detection's fields other than `rle`.
-        rle: Size in bytes of the fields of `rle` other than `counts`.
+        size: Serialised fields of `rle` other than `counts`.
         counts: Size of `counts` in bytes.
     """
-    counts_header = _COUNTS_TAG + _varint(counts)
-    rle += len(counts_header) + counts
-    rle_header = _RLE_TAG + _varint(rle)
-    return _DETECTION_TAG + _varint(detection + len(rle_header) + rle), rle_header, counts_header
+    before_counts = size + _COUNTS_TAG + _varint(counts)
+    rle_header = _RLE_TAG + _varint(len(before_counts) + counts) + before_counts
+    length = detection + len(rle_header) + counts
+    return _DETECTION_TAG + _varint(length), rle_header
 
 
 def response_bytes(response: TimedResponse[bytes], request_id: str) -> bytes:

@@ -6,7 +6,9 @@ interpolated linearly ("fancy upsampling"), in integers. Images of a single row 
 differ, because their planes do not show whether the file halves the chroma along the short side.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from ..runtime.launching import launch_kernel, table_on_device
 from .kernel import RGB_FROM_YCBCR, rgb_from_ycbcr_launch
 
 _CHANNELS = 3
+# Numbers per image in the argument `sizes`.
+_SIDES = 4
 # libjpeg-turbo repeats samples, instead of interpolating them, if a row has no more than these.
 _MOST_REPEATED_COLUMNS = 2
 # ITU-R BT.601 coefficients, rounded to 16 fractional bits.
@@ -23,71 +27,98 @@ _RED_OF_CR, _GREEN_OF_CB, _GREEN_OF_CR, _BLUE_OF_CB = 91881, 22554, 46802, 11613
 _HALF = 1 << 15
 
 
+class _Image(NamedTuple):
+    """Place of an image's planes in the input, and of its pixels in the output, in bytes."""
+
+    luma: int
+    chroma: int
+    rgb: int
+    # Height and width of the image, and of its chroma planes.
+    height: int
+    width: int
+    chroma_height: int
+    chroma_width: int
+
+
+# One tensor for all planes, and one for all images: when a tensor is freed, torch releases the GIL,
+# and a thread that decodes would wait for it a dozen times as often.
 @torch.library.custom_op("maskrcnn::rgb_from_ycbcr", mutates_args=(), device_types="cpu")
-def rgb_from_ycbcr(lumas: Sequence[Tensor], chromas: Sequence[Tensor]) -> list[Tensor]:
+def rgb_from_ycbcr(planes: Tensor, sizes: Sequence[int]) -> Tensor:
     """Upsample chroma planes, and convert images to RGB.
 
     Args:
-        lumas: B >= 1 planes [h, w] uint8.
-        chromas: B tensors [2, ch, cw] uint8, the planes Cb and Cr of each image. `ch` is h or
-            ceil(h / 2), and `cw` is w or ceil(w / 2). [2, 0, 0]: the image is grey.
+        planes: [P] uint8. For each of B >= 1 images, the planes Y [h, w], Cb [ch, cw] and
+            Cr [ch, cw], one after the other without gaps.
+        sizes: [4 * B]. For each image, h, w, ch and cw. `ch` is h or ceil(h / 2), and `cw` is w or
+            ceil(w / 2). Both are 0 if the image is grey.
 
     Returns:
-        B images [3, h, w] uint8.
+        Images [3, h, w] uint8, one after the other without gaps, as one tensor of one dimension.
 
     Raises:
-        ValueError: the numbers of luma and chroma tensors differ, their types, shapes or devices
-            are wrong, or chroma planes do not have the luma's size or half of it.
+        ValueError: `planes` has the wrong type or size, `sizes` does not have four entries per
+            image, or chroma planes do not have the luma's size or half of it.
     """
-    _check_planes(lumas, chromas)
-    return [_converted(luma, chroma) for luma, chroma in zip(lumas, chromas, strict=True)]
+    images = list(_checked_images(planes, sizes))
+    return torch.cat([_converted(*_planes_of(planes, image)).flatten() for image in images])
 
 
 @rgb_from_ycbcr.register_fake
-def _(lumas: Sequence[Tensor], _chromas: Sequence[Tensor]) -> list[Tensor]:
-    return [_empty_rgb(luma) for luma in lumas]
+def _(planes: Tensor, sizes: Sequence[int]) -> Tensor:
+    return _empty_rgb(planes, list(_checked_images(planes, sizes)))
 
 
 @rgb_from_ycbcr.register_kernel("cuda")
-def _(lumas: Sequence[Tensor], chromas: Sequence[Tensor]) -> list[Tensor]:
-    _check_planes(lumas, chromas)
-    lumas, chromas = ([plane.contiguous() for plane in planes] for planes in (lumas, chromas))
-    images = [_empty_rgb(luma) for luma in lumas]
-    rows = [
-        (luma.data_ptr(), chroma.data_ptr(), image.data_ptr(), *luma.shape, *chroma.shape[1:])
-        for luma, chroma, image in zip(lumas, chromas, images, strict=True)
-    ]
-    table = table_on_device(rows, lumas[0].device)
-    height, width = (max(luma.shape[axis] for luma in lumas) for axis in (0, 1))
+def _(planes: Tensor, sizes: Sequence[int]) -> Tensor:
+    planes = planes.contiguous()
+    images = list(_checked_images(planes, sizes))
+    pixels = _empty_rgb(planes, images)
+    source, target = planes.data_ptr(), pixels.data_ptr()
+    rows = [(source + i.luma, source + i.chroma, target + i.rgb, *i[3:]) for i in images]
+    table = table_on_device(rows, planes.device)
+    height, width = max(i.height for i in images), max(i.width for i in images)
     launch_kernel(RGB_FROM_YCBCR, rgb_from_ycbcr_launch(len(images), height, width), [table], [])
-    return images
+    return pixels
 
 
-def _check_planes(lumas: Sequence[Tensor], chromas: Sequence[Tensor]) -> None:
-    if len(lumas) != len(chromas):
+def _checked_images(planes: Tensor, sizes: Sequence[int]) -> Iterator[_Image]:
+    """Yield the images of a batch, and check the arguments."""
+    check_argument("planes", planes, torch.uint8, (-1,))
+    if not sizes or len(sizes) % _SIDES:
         raise ValueError(
-            "rgb_from_ycbcr needs one chroma tensor per luma plane, not "
-            f"{len(chromas)} for {len(lumas)}"
+            "rgb_from_ycbcr needs four numbers in `sizes` per image (height and width of luma and "
+            f"chroma), not {len(sizes)} numbers"
         )
-    for luma, chroma in zip(lumas, chromas, strict=True):
-        check_argument("lumas", luma, torch.uint8, (-1, -1))
-        check_argument("chromas", chroma, torch.uint8, (_CHANNELS - 1, -1, -1))
-        if {luma.device, chroma.device} != {lumas[0].device}:
+    source = target = 0
+    for index in range(0, len(sizes), _SIDES):
+        height, width, chroma_height, chroma_width = sizes[index : index + _SIDES]
+        halves = (height + 1) // 2, (width + 1) // 2
+        if (chroma_height or chroma_width) and (
+            chroma_height not in (height, halves[0]) or chroma_width not in (width, halves[1])
+        ):
             raise ValueError(
-                f"all planes must be on one device, not on {lumas[0].device}, {luma.device} and "
-                f"{chroma.device}"
+                f"chroma planes of {chroma_height}x{chroma_width} samples do not fit an image of "
+                f"{height}x{width} pixels (height x width); each side must have the length of the "
+                "image's side, or half of it rounded up"
             )
-        sizes = zip(luma.shape, chroma.shape[1:], strict=True)
-        if chroma.numel() and any(part not in (side, (side + 1) // 2) for side, part in sizes):
-            raise ValueError(
-                f"chroma planes of {chroma.shape[1]}x{chroma.shape[2]} samples do not fit an image "
-                f"of {luma.shape[0]}x{luma.shape[1]} pixels (height x width); each side must have "
-                "the length of the image's side, or half of it rounded up"
-            )
+        chroma = source + height * width
+        yield _Image(source, chroma, target, height, width, chroma_height, chroma_width)
+        source = chroma + 2 * chroma_height * chroma_width
+        target += _CHANNELS * height * width
+    if source != len(planes):
+        raise ValueError(f"the images of `sizes` have {source} samples, but `planes` {len(planes)}")
 
 
-def _empty_rgb(luma: Tensor) -> Tensor:
-    return luma.new_empty(_CHANNELS, *luma.shape)
+def _empty_rgb(planes: Tensor, images: Sequence[_Image]) -> Tensor:
+    last = images[-1]
+    return planes.new_empty(last.rgb + _CHANNELS * last.height * last.width)
+
+
+def _planes_of(planes: Tensor, image: _Image) -> tuple[Tensor, Tensor]:
+    """Return an image's luma plane [h, w], and its chroma planes [2, ch, cw]."""
+    shape = _CHANNELS - 1, image.chroma_height, image.chroma_width
+    luma = planes[image.luma : image.chroma].view(image.height, image.width)
+    return luma, planes[image.chroma :][: math.prod(shape)].view(shape)
 
 
 def _converted(luma: Tensor, chroma: Tensor) -> Tensor:

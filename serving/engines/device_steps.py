@@ -54,6 +54,11 @@ _log = logging.getLogger(__name__)
 # for a convex object. Masks with more runs are encoded again in larger buffers.
 _RUN_CAPACITY: Final = 1 << 12
 
+# The buffers double if more than this share of a batch's masks exceeds them, up to the maximum. At
+# the maximum, the buffers of 100 masks take 10 MB on the device.
+_MOST_REPEATED: Final = 0.01
+_MAX_RUN_CAPACITY: Final = 1 << 14
+
 # Buffer size in RLE characters per run.
 _CHARACTERS_PER_RUN: Final = 2
 
@@ -82,8 +87,8 @@ class DeviceSteps:
         Args:
             backend: Backend that computes the model.
             manifest: Manifest of the backend's bundle.
-            run_capacity: Size of the mask encoder's buffer, in RLE runs per mask. Masks with more
-                runs are encoded again in a larger buffer.
+            run_capacity: First size of the mask encoder's buffer, in RLE runs per mask. Masks with
+                more runs are encoded again in a larger buffer.
             longest_pause_s: Longest pause, in seconds, between polls for the end of a batch. Short
                 pauses take more CPU time.
         """
@@ -205,8 +210,9 @@ class DeviceSteps:
             wanted = {request.options.mask_format for request in requests}
             encoded: dict[MaskFormat, Sequence[Tensor]] = {}
             if MaskFormat.RLE in wanted:
+                run_capacity = self._run_capacity
                 encoded[MaskFormat.RLE] = encode_masks(
-                    masks, self._run_capacity, _CHARACTERS_PER_RUN * self._run_capacity
+                    masks, run_capacity, _CHARACTERS_PER_RUN * run_capacity
                 )
             if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
@@ -227,14 +233,17 @@ class DeviceSteps:
         kept = [_kept_rows(batch, row, entry) for row, entry in enumerate(entries)]
         rles: Sequence[list[bytes]] = [[]] * len(entries)
         if own := batch.encoded.get(MaskFormat.RLE):
-            # Masks with more runs than `_run_capacity` are encoded again, in a stream of their own:
+            masks = EncodedMasks(*own)
+            run_capacity = masks.text.shape[-1] // _CHARACTERS_PER_RUN
+            self._grow_buffers(run_capacity, masks.num_runs)
+            # Masks with more runs than `run_capacity` are encoded again, in a stream of their own:
             # the stream for pasting already waits for the model of the next batch.
             with self._module.stream(self._repeating):
                 selected = [
                     rows if _wants_rles(entry) else rows[:0]
                     for rows, entry in zip(kept, entries, strict=True)
                 ]
-                rles = selected_rles(batch.masks, EncodedMasks(*own), self._run_capacity, selected)
+                rles = selected_rles(batch.masks, masks, run_capacity, selected)
         outcomes: list[Outcome] = [
             entry
             if isinstance(entry, ImageError)
@@ -248,6 +257,19 @@ class DeviceSteps:
             else dataclasses.replace(outcome, timing=timing)
             for outcome in outcomes
         ]
+
+    def _grow_buffers(self, run_capacity: int, num_runs: NDArray[np.int32]) -> None:
+        """Double the mask encoder's buffers if many masks of a batch had more runs.
+
+        Args:
+            run_capacity: Size of the buffers with which the batch was encoded.
+            num_runs: Runs of each mask.
+        """
+        exceeding = np.count_nonzero(num_runs > run_capacity)
+        if exceeding > _MOST_REPEATED * num_runs.size:
+            # Batches that were encoded before the buffers grew must not let them grow again.
+            grown = min(2 * run_capacity, _MAX_RUN_CAPACITY)
+            self._run_capacity = max(self._run_capacity, grown)
 
     def _detections(
         self,

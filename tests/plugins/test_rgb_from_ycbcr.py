@@ -1,5 +1,6 @@
 """Conversion of JPEG planes to RGB equals Pillow's."""
 
+from collections.abc import Sequence
 from io import BytesIO
 
 import numpy as np
@@ -44,24 +45,34 @@ def planes_of(ycbcr: NDArray[np.uint8], factors: tuple[int, int]) -> tuple[Tenso
     return torch.from_numpy(luma.copy()), torch.from_numpy(chroma.transpose(2, 0, 1).copy())
 
 
+def arguments_of(images: Sequence[tuple[Tensor, Tensor]], device: str) -> tuple[Tensor, list[int]]:
+    """Return the arguments of the operation for luma and chroma planes."""
+    planes = torch.cat([plane.flatten() for image in images for plane in image])
+    sizes = [side for luma, chroma in images for side in (*luma.shape, *chroma.shape[1:])]
+    return planes.to(device), sizes
+
+
+def images_in(pixels: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    parts = pixels.cpu().split([3 * height * width for height, width in sizes])
+    return [part.view(3, *size) for part, size in zip(parts, sizes, strict=True)]
+
+
 @pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
 def test_pixels_equal_those_of_pillow(subsampling: int, device: str) -> None:
     factors = SUBSAMPLINGS[subsampling]
     images = [blocks(*size, factors) for size in SIZES]
-    lumas, chromas = zip(*(planes_of(image, factors) for image in images), strict=True)
-    converted = rgb_from_ycbcr(
-        [luma.to(device) for luma in lumas], [chroma.to(device) for chroma in chromas]
-    )
-    for image, own in zip(images, converted, strict=True):
-        assert torch.equal(own.cpu(), decoded_by_pillow(image, subsampling))
+    converted = rgb_from_ycbcr(*arguments_of([planes_of(i, factors) for i in images], device))
+    for image, own in zip(images, images_in(converted, SIZES), strict=True):
+        assert torch.equal(own, decoded_by_pillow(image, subsampling))
 
 
 def test_grey_and_coloured_images_in_one_batch(device: str) -> None:
     image = blocks(20, 30, (2, 2))
-    luma, chroma = (plane.to(device) for plane in planes_of(image, (2, 2)))
-    grey, coloured = rgb_from_ycbcr([luma, luma], [chroma[:, :0, :0], chroma])
+    luma, chroma = planes_of(image, (2, 2))
+    converted = rgb_from_ycbcr(*arguments_of([(luma, chroma[:, :0, :0]), (luma, chroma)], device))
+    grey, coloured = images_in(converted, [(20, 30)] * 2)
     assert torch.equal(grey, luma.expand(3, -1, -1))
-    assert torch.equal(coloured.cpu(), decoded_by_pillow(image, 2))
+    assert torch.equal(coloured, decoded_by_pillow(image, 2))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -73,41 +84,38 @@ def test_kernel_equals_the_cpu(
     if device == "cpu":
         monkeypatch.setattr(operation, "launch_kernel", launch_on_host)
     generator = torch.Generator().manual_seed(0)
-    lumas, chromas = [], []
+    images = []
     for height, width in [*SIZES, (480, 640), (1, 9), (7, 1), (1, 1)]:
         size = -(-height // factors[0]), -(-width // factors[1])
-        lumas.append(torch.randint(256, (height, width), generator=generator).byte())
-        chromas.append(torch.randint(256, (2, *size), generator=generator).byte())
-    planes = ([plane.to(device) for plane in own] for own in (lumas, chromas))
-    by_kernel = rgb_from_ycbcr._backend_fns["cuda"](*planes)
-    for own, expected in zip(by_kernel, rgb_from_ycbcr(lumas, chromas), strict=True):
-        assert torch.equal(own.cpu(), expected)
+        luma = torch.randint(256, (height, width), generator=generator).byte()
+        images.append((luma, torch.randint(256, (2, *size), generator=generator).byte()))
+    by_kernel = rgb_from_ycbcr._backend_fns["cuda"](*arguments_of(images, device))
+    assert torch.equal(by_kernel.cpu(), rgb_from_ycbcr(*arguments_of(images, "cpu")))
 
 
 def test_half_of_the_rows(device: str) -> None:
     """Pillow does not write this subsampling. Each sample counts 3/4, and its neighbour 1/4."""
-    chroma = torch.tensor([10, 20, 200]).byte().expand(2, 5, 3).mT.contiguous().to(device)
-    luma = torch.full((6, 5), 128, dtype=torch.uint8, device=device)
-    (image,) = rgb_from_ycbcr([luma], [chroma])
+    chroma = torch.tensor([10, 20, 200]).byte().expand(2, 5, 3).mT
+    luma = torch.full((6, 5), 128, dtype=torch.uint8)
+    (image,) = images_in(rgb_from_ycbcr(*arguments_of([(luma, chroma)], device)), [(6, 5)])
     samples = torch.tensor([10, 13, 17, 65, 155, 200])
     blue = 128 + (1.772 * (samples - 128)).round()
-    assert torch.equal(image[2, :, 0].cpu(), blue.clamp(0, 255).byte())
+    assert torch.equal(image[2, :, 0], blue.clamp(0, 255).byte())
 
 
 @pytest.mark.parametrize(
-    ("luma", "chromas", "message"),
-    [((4, 4), [], "one chroma tensor per luma plane"), ((3, 4, 4), [(2, 4, 4)], "lumas"),
-     ((4, 4), [(2, 3, 4)], "planes of 3x4"), ((4, 4), [(1, 4, 4)], r"shape \[2, \*, \*\]")],
+    ("samples", "sizes", "message"),
+    [((16,), [], "four numbers"), ((16,), [4, 4, 0], "four numbers"),
+     ((4, 4), [4, 4, 0, 0], "planes"), ((40,), [4, 4, 3, 4], "planes of 3x4"),
+     ((16,), [4, 4, 0, 4], "planes of 0x4"), ((17,), [4, 4, 0, 0], "have 16 samples")],
 )  # fmt: skip
 def test_invalid_planes_are_rejected(
-    luma: tuple[int, ...], chromas: list[tuple[int, ...]], message: str
+    samples: tuple[int, ...], sizes: list[int], message: str
 ) -> None:
-    planes = [torch.zeros(shape, dtype=torch.uint8) for shape in chromas]
     with pytest.raises(ValueError, match=message):
-        rgb_from_ycbcr([torch.zeros(luma, dtype=torch.uint8)], planes)
+        rgb_from_ycbcr(torch.zeros(samples, dtype=torch.uint8), sizes)
 
 
 def test_opcheck(device: str) -> None:
-    luma, chroma = (plane.to(device) for plane in planes_of(blocks(20, 30, (2, 2)), (2, 2)))
-    arguments = ([luma], [chroma])
+    arguments = arguments_of([planes_of(blocks(20, 30, (2, 2)), (2, 2))], device)
     torch.library.opcheck(rgb_from_ycbcr, arguments, test_utils=["test_schema", "test_faketensor"])
