@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +111,37 @@ def test_images_decoded_on_the_host(backend: TorchBackend, manifest: Manifest) -
             assert isinstance(own, Detections)
             assert isinstance(other, Detections)
             assert own.rles == other.rles
+
+
+def test_buffers_grow_if_masks_exceed_them(backend: TorchBackend, manifest: Manifest) -> None:
+    requests = planned([smooth(0, LANDSCAPE, "PNG")], backend, manifest, DEFAULT_OPTIONS)
+    *others, last = DeviceSteps(backend, manifest, run_capacity=3).steps
+    capacities = []
+    for _ in range(2):
+        batch: Any = requests
+        for step in others:
+            batch = step.run(batch)
+        capacities.append(batch.encoded[MaskFormat.RLE][0].shape[-1])
+        last.run(batch)
+    assert capacities[1] == 2 * capacities[0]
+
+
+@pytest.mark.gpu
+def test_masks_are_encoded_again_before_the_next_batch(
+    backend: TorchBackend, manifest: Manifest
+) -> None:
+    """Masks that exceed the buffers do not wait for GPU work that was queued later."""
+    steps = DeviceSteps(backend, manifest, run_capacity=3)
+    batch: Any = planned([smooth(0, LANDSCAPE, "PNG")], backend, manifest, DEFAULT_OPTIONS)
+    for step in steps.steps[:-1]:
+        batch = step.run(batch)
+    later = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(steps._pasting):
+        torch.cuda._sleep(1 << 31)  # type: ignore[no-untyped-call]
+        later.record()
+    steps.steps[-1].run(batch)
+    assert not later.query()
+    steps.synchronize()
 
 
 def test_images_resized_by_the_rule_of_torchvision(
