@@ -63,10 +63,7 @@ class _Library:
 
 
 class _PlaneSizes(NamedTuple):
-    """Height and width of an image, and of its chroma planes.
-
-    If the image is grey, the chroma planes have no samples.
-    """
+    """Height and width of an image, and of its chroma planes. Grey images have no chroma planes."""
 
     height: int
     width: int
@@ -80,6 +77,8 @@ class _PlaneSizes(NamedTuple):
 
     def image_at(self, luma: int) -> _Image:
         """Return the C struct of planes without gaps. `luma` is the address of the first one."""
+        if not self.chroma_height:
+            return _Image((luma, None, None, None), (self.width, 0, 0, 0))
         blue = luma + self.height * self.width
         red = blue + self.chroma_height * self.chroma_width
         columns = self.width, self.chroma_width, self.chroma_width
@@ -129,8 +128,9 @@ class HardwareJpegDecoder:
 
         Returns:
             Per file, pixels [3, h, w] uint8 RGB without EXIF rotation, valid once the stream has
-            run the queued work. None: the hardware does not support the file. If nvJPEG reports an
-            error, for example because one of the files is damaged, all entries are None.
+            run the queued work. All images are views of one allocation. None: the hardware does
+            not support the file. If nvJPEG reports an error, for example because one of the files
+            is damaged, all entries are None.
         """
         with torch.cuda.device(self._device):
             with self._lock:
@@ -241,6 +241,7 @@ def _images_in(pixels: Tensor, sizes: Iterable[_PlaneSizes]) -> Iterator[Tensor]
     """Yield views [3, h, w] of images that lie one after the other in a tensor [N]."""
     start = 0
     for height, width, *_ in sizes:
+        # A slice and its view would be two tensors per image. To free a tensor takes time.
         yield pixels.as_strided((3, height, width), (height * width, width, 1), start)
         start += 3 * height * width
 

@@ -172,8 +172,8 @@ def _detections_with_rles(detections: Detections) -> bytes:
     size = pb.Rle(height=detections.height, width=detections.width).SerializeToString()
     for name, score_and_box, rle in rows:
         counts = rle.counts
-        header, rle_header = _headers(len(name) + len(score_and_box), size, len(counts))
-        parts += (header, name, score_and_box, rle_header, counts)
+        headers = _headers(len(name) + len(score_and_box), len(size), len(counts))
+        parts += (headers[0], name, score_and_box, headers[1], size, headers[2], counts)
     return b"".join(parts)
 
 
@@ -199,18 +199,18 @@ def _class_fields(label: int, class_name: str, category_id: int) -> bytes:
 
 
 @lru_cache(maxsize=1 << 14)
-def _headers(detection: int, size: bytes, counts: int) -> tuple[bytes, bytes]:
-    """Return the bytes before a detection's fields, and those before its `rle.counts`.
+def _headers(detection: int, rle: int, counts: int) -> tuple[bytes, bytes, bytes]:
+    """Return three headers (tag and length): of a detection, of its `rle`, and of `rle.counts`.
 
     Args:
         detection: Size in bytes of the detection's fields other than `rle`.
-        size: Serialised fields of `rle` other than `counts`.
+        rle: Size in bytes of the fields of `rle` other than `counts`.
         counts: Size of `counts` in bytes.
     """
-    before_counts = size + _COUNTS_TAG + _varint(counts)
-    rle_header = _RLE_TAG + _varint(len(before_counts) + counts) + before_counts
-    length = detection + len(rle_header) + counts
-    return _DETECTION_TAG + _varint(length), rle_header
+    counts_header = _COUNTS_TAG + _varint(counts)
+    rle += len(counts_header) + counts
+    rle_header = _RLE_TAG + _varint(rle)
+    return _DETECTION_TAG + _varint(detection + len(rle_header) + rle), rle_header, counts_header
 
 
 def response_bytes(response: TimedResponse[bytes], request_id: str) -> bytes:

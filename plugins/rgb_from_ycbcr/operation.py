@@ -7,7 +7,7 @@ differ, because their planes do not show whether the file halves the chroma alon
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ _HALF = 1 << 15
 
 
 class _Image(NamedTuple):
-    """Place of an image's planes in the input, and of its pixels in the output, in bytes."""
+    """Offsets in bytes of an image's planes in the input and of its pixels in the output."""
 
     luma: int
     chroma: int
@@ -40,8 +40,8 @@ class _Image(NamedTuple):
     chroma_width: int
 
 
-# One tensor for all planes, and one for all images: when a tensor is freed, torch releases the GIL,
-# and a thread that decodes would wait for it a dozen times as often.
+# All planes are one tensor, and all images another: torch releases the GIL whenever a tensor is
+# freed, and the thread must then wait for the GIL.
 @torch.library.custom_op("maskrcnn::rgb_from_ycbcr", mutates_args=(), device_types="cpu")
 def rgb_from_ycbcr(planes: Tensor, sizes: Sequence[int]) -> Tensor:
     """Upsample chroma planes, and convert images to RGB.
@@ -50,28 +50,29 @@ def rgb_from_ycbcr(planes: Tensor, sizes: Sequence[int]) -> Tensor:
         planes: [P] uint8. For each of B >= 1 images, the planes Y [h, w], Cb [ch, cw] and
             Cr [ch, cw], one after the other without gaps.
         sizes: [4 * B]. For each image, h, w, ch and cw. `ch` is h or ceil(h / 2), and `cw` is w or
-            ceil(w / 2). Both are 0 if the image is grey.
+            ceil(w / 2). Both are 0 if the image is grey. h and w are at least 1.
 
     Returns:
         Images [3, h, w] uint8, one after the other without gaps, as one tensor of one dimension.
 
     Raises:
         ValueError: `planes` has the wrong type or size, `sizes` does not have four entries per
-            image, or chroma planes do not have the luma's size or half of it.
+            image, an image has no pixels, or chroma planes do not have the luma's size or half of
+            it.
     """
-    images = list(_checked_images(planes, sizes))
+    images = _checked_images(planes, sizes)
     return torch.cat([_converted(*_planes_of(planes, image)).flatten() for image in images])
 
 
 @rgb_from_ycbcr.register_fake
 def _(planes: Tensor, sizes: Sequence[int]) -> Tensor:
-    return _empty_rgb(planes, list(_checked_images(planes, sizes)))
+    return _empty_rgb(planes, _checked_images(planes, sizes))
 
 
 @rgb_from_ycbcr.register_kernel("cuda")
 def _(planes: Tensor, sizes: Sequence[int]) -> Tensor:
     planes = planes.contiguous()
-    images = list(_checked_images(planes, sizes))
+    images = _checked_images(planes, sizes)
     pixels = _empty_rgb(planes, images)
     source, target = planes.data_ptr(), pixels.data_ptr()
     rows = [(source + i.luma, source + i.chroma, target + i.rgb, *i[3:]) for i in images]
@@ -81,18 +82,21 @@ def _(planes: Tensor, sizes: Sequence[int]) -> Tensor:
     return pixels
 
 
-def _checked_images(planes: Tensor, sizes: Sequence[int]) -> Iterator[_Image]:
-    """Yield the images of a batch, and check the arguments."""
+def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
+    """Check the arguments, and return the images of the batch."""
     check_argument("planes", planes, torch.uint8, (-1,))
     if not sizes or len(sizes) % _SIDES:
         raise ValueError(
             "rgb_from_ycbcr needs four numbers in `sizes` per image (height and width of luma and "
             f"chroma), not {len(sizes)} numbers"
         )
+    images = []
     source = target = 0
     for index in range(0, len(sizes), _SIDES):
         height, width, chroma_height, chroma_width = sizes[index : index + _SIDES]
         halves = (height + 1) // 2, (width + 1) // 2
+        if min(height, width) < 1:
+            raise ValueError(f"an image of {height}x{width} pixels (height x width) has no pixels")
         if (chroma_height or chroma_width) and (
             chroma_height not in (height, halves[0]) or chroma_width not in (width, halves[1])
         ):
@@ -102,11 +106,12 @@ def _checked_images(planes: Tensor, sizes: Sequence[int]) -> Iterator[_Image]:
                 "image's side, or half of it rounded up"
             )
         chroma = source + height * width
-        yield _Image(source, chroma, target, height, width, chroma_height, chroma_width)
+        images.append(_Image(source, chroma, target, *sizes[index : index + _SIDES]))
         source = chroma + 2 * chroma_height * chroma_width
         target += _CHANNELS * height * width
     if source != len(planes):
         raise ValueError(f"the images of `sizes` have {source} samples, but `planes` {len(planes)}")
+    return images
 
 
 def _empty_rgb(planes: Tensor, images: Sequence[_Image]) -> Tensor:
@@ -123,7 +128,7 @@ def _planes_of(planes: Tensor, image: _Image) -> tuple[Tensor, Tensor]:
 
 def _converted(luma: Tensor, chroma: Tensor) -> Tensor:
     if not chroma.numel():
-        return luma.expand(_CHANNELS, -1, -1).clone()
+        return luma.expand(_CHANNELS, -1, -1)
     blueness, redness = _upsampled(chroma.int(), luma.shape) - 128
     red = (_RED_OF_CR * redness + _HALF) >> 16
     green = (_HALF - _GREEN_OF_CB * blueness - _GREEN_OF_CR * redness) >> 16

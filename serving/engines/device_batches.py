@@ -261,8 +261,8 @@ def selected_rles(
     encoded: EncodedMasks[NDArray[Any]],
     run_capacity: int,
     rows: Sequence[NDArray[np.intp]],
-) -> list[list[bytes]]:
-    """Return the COCO RLE `counts` of selected masks, for each image of a batch.
+) -> tuple[list[list[bytes]], int]:
+    """Return the COCO RLE `counts` of selected masks.
 
     Masks that did not fit the buffers of `encode_masks` are encoded again in larger buffers.
 
@@ -271,6 +271,9 @@ def selected_rles(
         encoded: Output of `encode_masks` for `masks`, copied to the host.
         run_capacity: The `run_capacity` given to `encode_masks`.
         rows: For each image, [N] indices of its selected masks.
+
+    Returns:
+        For each image, the `counts` of its N masks; and the number of masks encoded again.
     """
     chosen = np.concatenate([row + image * masks.boxes.shape[1] for image, row in enumerate(rows)])
     lengths, num_runs = (array.reshape(-1)[chosen] for array in encoded[1:])
@@ -289,7 +292,7 @@ def selected_rles(
         for index, own in zip(part.tolist(), repeated, strict=True):
             counts[index] = own
     remaining = iter(counts)
-    return [list(islice(remaining, len(row))) for row in rows]
+    return [list(islice(remaining, len(row))) for row in rows], len(exceeding)
 
 
 def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp], run_capacity: int) -> list[bytes]:
@@ -297,7 +300,8 @@ def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp], run_capacity: in
 
     `chosen` are flat indices of masks in the batch: image * D + detection.
     """
-    # One transfer in each direction, because a transfer waits for queued work of other batches.
+    # Few transfers, because each waits for masks of other batches that are encoded again. The last
+    # one waits for the stream, so the batch's tensors may be freed afterwards.
     index = torch.from_numpy(chosen).to(masks.boxes.device)
     runs, num_runs = paste_rle(
         masks.probabilities.flatten(0, 1)[index],

@@ -50,12 +50,12 @@ from .postprocessing import detections_from_rows, kept_rows
 
 _log = logging.getLogger(__name__)
 
-# Buffer size in runs per mask: two runs in each column of an image 2048 pixels wide, which suffices
-# for a convex object. Masks with more runs are encoded again in larger buffers.
+# First buffer size in runs per mask: two runs in each column of an image 2048 pixels wide, which
+# suffices for a convex object. Masks with more runs are encoded again in larger buffers.
 _RUN_CAPACITY: Final = 1 << 12
 
-# The buffers double if more than this share of a batch's masks exceeds them, up to the maximum. At
-# the maximum, the buffers of 100 masks take 10 MB on the device.
+# The buffers double, and stay so, if more than this share of a batch's masks is encoded again. At
+# the maximum, the buffers of 100 masks take 10 MB on the device, and 3 MB of pinned host memory.
 _MOST_REPEATED: Final = 0.01
 _MAX_RUN_CAPACITY: Final = 1 << 14
 
@@ -231,19 +231,7 @@ class DeviceSteps:
         start = time.perf_counter()
         entries = batch.inferred.prepared.entries
         kept = [_kept_rows(batch, row, entry) for row, entry in enumerate(entries)]
-        rles: Sequence[list[bytes]] = [[]] * len(entries)
-        if own := batch.encoded.get(MaskFormat.RLE):
-            masks = EncodedMasks(*own)
-            run_capacity = masks.text.shape[-1] // _CHARACTERS_PER_RUN
-            self._grow_buffers(run_capacity, masks.num_runs)
-            # Masks with more runs than `run_capacity` are encoded again, in a stream of their own:
-            # the stream for pasting already waits for the model of the next batch.
-            with self._module.stream(self._repeating):
-                selected = [
-                    rows if _wants_rles(entry) else rows[:0]
-                    for rows, entry in zip(kept, entries, strict=True)
-                ]
-                rles = selected_rles(batch.masks, masks, run_capacity, selected)
+        rles = self._rles(batch, kept)
         outcomes: list[Outcome] = [
             entry
             if isinstance(entry, ImageError)
@@ -258,18 +246,29 @@ class DeviceSteps:
             for outcome in outcomes
         ]
 
-    def _grow_buffers(self, run_capacity: int, num_runs: NDArray[np.int32]) -> None:
-        """Double the mask encoder's buffers if many masks of a batch had more runs.
+    def _rles(self, batch: PastedBatch, kept: Sequence[NDArray[np.intp]]) -> list[list[bytes]]:
+        """Return the COCO RLE `counts` of each image's kept masks. Empty without an RLE request.
 
-        Args:
-            run_capacity: Size of the buffers with which the batch was encoded.
-            num_runs: Runs of each mask.
+        Let the buffers grow if many masks exceeded them.
         """
-        exceeding = np.count_nonzero(num_runs > run_capacity)
-        if exceeding > _MOST_REPEATED * num_runs.size:
+        entries = batch.inferred.prepared.entries
+        if MaskFormat.RLE not in batch.encoded:
+            return [[] for _ in entries]
+        masks = EncodedMasks(*batch.encoded[MaskFormat.RLE])
+        run_capacity = masks.text.shape[-1] // _CHARACTERS_PER_RUN
+        selected = [
+            rows if _wants_rles(entry) else rows[:0]
+            for rows, entry in zip(kept, entries, strict=True)
+        ]
+        # Masks with more runs than `run_capacity` are encoded again, in a stream of their own: the
+        # stream for pasting already waits for the model of the next batch.
+        with self._module.stream(self._repeating):
+            rles, repeated = selected_rles(batch.masks, masks, run_capacity, selected)
+        if repeated > _MOST_REPEATED * sum(map(len, rles)):
             # Batches that were encoded before the buffers grew must not let them grow again.
             grown = min(2 * run_capacity, _MAX_RUN_CAPACITY)
             self._run_capacity = max(self._run_capacity, grown)
+        return rles
 
     def _detections(
         self,

@@ -33,8 +33,8 @@ from ..host import name_thread
 _log = logging.getLogger(__name__)
 
 # Interval in seconds at which a thread yields the GIL. With the default of 5 ms, the thread that
-# launches GPU kernels would often wait while another thread encodes responses. With 0.2 ms,
-# throughput was up to 8 % lower, because switching itself takes some 0.05 ms.
+# launches GPU kernels can wait while another thread encodes responses. With 0.2 ms, throughput was
+# lower on slow CPUs (benchmarks/results/serve-h200-202611.md).
 _SWITCH_S: Final = 1e-3
 
 # Alignment of the parts of a message in bytes: a cache line.

@@ -107,7 +107,8 @@ def test_half_of_the_rows(device: str) -> None:
     ("samples", "sizes", "message"),
     [((16,), [], "four numbers"), ((16,), [4, 4, 0], "four numbers"),
      ((4, 4), [4, 4, 0, 0], "planes"), ((40,), [4, 4, 3, 4], "planes of 3x4"),
-     ((16,), [4, 4, 0, 4], "planes of 0x4"), ((17,), [4, 4, 0, 0], "have 16 samples")],
+     ((16,), [4, 4, 0, 4], "planes of 0x4"), ((16,), [-4, -4, 0, 0], "no pixels"),
+     ((17,), [4, 4, 0, 0], "have 16 samples")],
 )  # fmt: skip
 def test_invalid_planes_are_rejected(
     samples: tuple[int, ...], sizes: list[int], message: str

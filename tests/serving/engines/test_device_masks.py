@@ -57,7 +57,9 @@ def test_rles_equal_those_of_the_cpu_at_any_capacity(
     assert too_large.any() == (capacities != (4000, 8000))
     on_host.num_runs[:, exceeding] = np.maximum(on_host.num_runs[:, exceeding], capacities[0] + 1)
     chosen = np.array(rows, np.intp)
-    found = selected_rles(masks, on_host, capacities[0], [chosen, chosen[::-1]])
+    found, repeated = selected_rles(masks, on_host, capacities[0], [chosen, chosen[::-1]])
+    too_large = (on_host.num_runs > capacities[0]) | (on_host.lengths > capacities[1])
+    assert repeated == np.count_nonzero(too_large[:, chosen])
     for image, (height, width) in enumerate(SOURCE_SIZES):
         expected = rles_from_probabilities(
             masks.probabilities[image].cpu().numpy()[chosen],
