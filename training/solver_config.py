@@ -74,17 +74,17 @@ class SolverConfig(FrozenConfig):
         `scale_from_batch` is None, the configuration is returned unchanged.
 
         Raises:
-            ValueError: Two of `steps` are equal after rounding.
+            ValueError: Two of `steps` are equal after rounding, or one is 0.
         """
         if self.scale_from_batch is None:
             return self
         ratio = self.images_per_batch / self.scale_from_batch
         steps = tuple(round(step / ratio) for step in self.steps)
-        if len(set(steps)) < len(steps):
+        if len({0, *steps}) <= len(steps):
             raise ValueError(
                 f"steps {list(self.steps)} become {list(steps)} when scaled from "
                 f"{self.scale_from_batch} to {self.images_per_batch} images_per_batch, but no "
-                "two may be equal; set scale_from_batch=null and a schedule for this batch size"
+                "two may be equal, and none may be 0; set scale_from_batch=null and a schedule for this batch size"
             )
         scaled = {
             "scale_from_batch": None,

@@ -48,7 +48,7 @@ class TrainSettings:
 
 
 class GpuSteps(NamedTuple):
-    """Host time to launch a training step on a GPU, its number of kernels, and its NCCL time."""
+    """Host launch time, number of kernels and NCCL time of a training step on a GPU."""
 
     # Median time that the process needs to launch a step on an idle GPU.
     host_ms: float
@@ -108,9 +108,9 @@ def measure_training(
     Every run uses new processes.
 
     Args:
-        config: Configuration to train. Its precision and number of iterations are ignored. Its seed
-            is the first of `settings.seeds` consecutive seeds. Its keys `device` and `processes`
-            give the number of processes of a run.
+        config: Configuration to train. Its precision is ignored, and its number of iterations only
+            sets the learning-rate schedule. Its seed is the first of `settings.seeds` consecutive
+            seeds. Its keys `device` and `processes` give the number of processes of a run.
         settings: Precisions, baselines, seeds and numbers of steps.
         on_run: Function that is called before each run.
 
@@ -153,7 +153,7 @@ def measure_training(
 
 @contextmanager
 def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
-    """Yield one dict of environment variables per rank. The dict of a single rank is empty.
+    """Yield one dict of environment variables per rank. If there is one rank, its dict is empty.
 
     The variables hold the rank, the number of ranks, and the address of a TCP store that connects
     the ranks. The store exists until the `with` block ends.
@@ -205,7 +205,9 @@ def measure_rank(
         environment: Environment variables of the rank. Empty if this is the only process.
 
     Raises:
-        ConfigError: GPU memory runs out.
+        ConfigError: GPU memory runs out, the configuration does not match the data or the machine,
+            or torchvision has no model of this configuration.
+        DataError: the data set is invalid.
     """
     os.environ.update(environment)
     import torch
@@ -260,6 +262,8 @@ def _measure_steps(
         first, *_ = all_seconds = timer.seconds()
         seconds = all_seconds[settings.warmup :]
         images = config.solver.images_per_batch
+        # Before the evaluation, which needs memory too.
+        peak_mib = peak_memory_mib("torch" if own.device.type == "cuda" else "cpu")
         metrics = {}
         if settings.with_average_precision:
             metrics = _average_precision(trainer.evaluated_model, config, dataset.categories, own)
@@ -277,7 +281,7 @@ def _measure_steps(
             data_share=sum(waits[settings.warmup :]) / sum(seconds),
             first_step_seconds=first,
             gpu=_gpu_steps(lambda: trainer.step(parts)) if own.device.type == "cuda" else None,
-            peak_memory_mib=peak_memory_mib("torch" if own.device.type == "cuda" else "cpu"),
+            peak_memory_mib=peak_mib,
             losses=torch.stack(losses).tolist(),
             metrics=metrics,
         )

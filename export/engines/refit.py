@@ -6,6 +6,7 @@ from typing import Any
 from ...model.atomic_files import atomic_write
 from ...model.bundle.manifest import (
     Artifact,
+    BundleError,
     EngineBuild,
     Manifest,
     read_manifest,
@@ -20,12 +21,13 @@ from .inspection import load_engine
 
 
 def refit_bundle(bundle: Path) -> list[str]:
-    """Insert the weights of a bundle's ONNX files into its engines that were built without weights.
+    """Insert weights into those engines of a bundle (exported model) that were built without them.
 
-    The engine files and the manifest are replaced. Engines with weights do not change.
+    The weights come from the bundle's ONNX files. The engine files and the manifest are replaced.
+    Engines with weights do not change.
 
     Returns:
-        Paths of the engines that received weights, relative to the bundle.
+        Paths of the engines that received weights, relative to the bundle folder.
 
     Raises:
         BundleError: the bundle is damaged.
@@ -78,9 +80,18 @@ def _plan_with_weights(plan: Path, artifact: Artifact, model: bytes) -> bytes:
 
 
 def _model_for(bundle: Path, manifest: Manifest, artifact: Artifact) -> bytes:
-    """Return the serialized ONNX model from which an engine was built."""
+    """Return the serialized ONNX model from which an engine was built.
+
+    Raises:
+        BundleError: the bundle lacks this model.
+    """
     graphs = manifest.artifacts_for(artifact.precision, "onnx")
-    graph = next(graph for graph in graphs if graph.bucket == artifact.bucket)
+    graph = next((graph for graph in graphs if graph.bucket == artifact.bucket), None)
+    if graph is None:
+        raise BundleError(
+            f"the bundle has no ONNX file in {artifact.precision} for {artifact.bucket}, whose "
+            f"weights {artifact.path} needs; export the checkpoint again"
+        )
     model = load_model(verified_path(bundle, graph))
     assert isinstance(artifact.engine, EngineBuild)
     if artifact.engine.plugins:

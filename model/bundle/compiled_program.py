@@ -32,9 +32,12 @@ from .program import (
 )
 
 
-def current_target() -> CompileTarget:
-    """Return this environment: versions of torch and Python, compute capability of the GPU."""
-    major, minor = torch.cuda.get_device_capability()
+def current_target(device: torch.device | None = None) -> CompileTarget:
+    """Return the versions of torch and Python, and the compute capability of a GPU.
+
+    None: the current GPU.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
     return CompileTarget(
         torch_version=torch.__version__,
         python_version=f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -59,7 +62,8 @@ def load_artifact(bundle: Path, artifact: Artifact, device: torch.device) -> Pro
             another dtype or size than the manifest states.
     """
     compiled = artifact.compiled
-    if device.type == "cuda" and compiled is not None and compiled.target == current_target():
+    is_gpu = device.type == "cuda"
+    if is_gpu and compiled is not None and compiled.target == current_target(device):
         path = verified_path(bundle, compiled)
         return load_compiled_program(path, artifact.precision, device)
     path = verified_path(bundle, artifact)
@@ -129,7 +133,10 @@ def _weights(program: ExportedProgram) -> list[Tensor]:
 def _compiled(
     program: ExportedProgram, weights: Sequence[Tensor], images: Tensor, *, any_batch: bool
 ) -> bytes:
-    """Compile a program for the batch size of `images`, or for any batch size, and serialise it."""
+    """Compile a program, and return it serialised.
+
+    If `any_batch` is set, the program accepts any batch size, otherwise only that of `images`.
+    """
     # The shape environment of a loaded program confuses expressions with symbols: use a new one.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     first = DimDynamic.DYNAMIC if any_batch else DimDynamic.STATIC

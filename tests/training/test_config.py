@@ -244,6 +244,8 @@ def test_training_sees_the_scaled_schedule(tiny: LoadTiny) -> None:
         ConfigError, match=r"steps \[1, 2\] become \[0, 0\] when scaled from 1 to 4"
     ):
         tiny("solver.scale_from_batch=1", "solver.steps=[1, 2]")
+    with pytest.raises(ConfigError, match=r"steps \[1, 8\] become \[0, 2\]"):
+        tiny("solver.scale_from_batch=1", "solver.steps=[1, 8]")
 
 
 def test_epochs_keep_the_shape_of_the_schedule(tiny: LoadTiny) -> None:

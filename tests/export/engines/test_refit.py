@@ -14,12 +14,14 @@ from maskrcnn_trt.export.engines.commands import engine
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.model.bundle.manifest import (
     BatchProfile,
+    BundleError,
     EngineBuild,
     read_manifest,
     sha256_of,
     verified_path,
     write_manifest,
 )
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
 
 
 class FakeTensorRT(ModuleType):
@@ -97,3 +99,13 @@ def test_failure_leaves_the_bundle_as_it_is(trt: FakeTensorRT, stripped: Path) -
     assert "conv.weight" in str(result.exception)
     (_, artifact) = read_manifest(stripped).artifacts
     assert verified_path(stripped, artifact).read_bytes() == b"plan"
+
+
+def test_engines_whose_onnx_file_is_missing_are_named(trt: FakeTensorRT, stripped: Path) -> None:
+    manifest = read_manifest(stripped)
+    graph, plan = manifest.artifacts
+    turned = plan.model_copy(update={"bucket": ShapeBucket(plan.bucket.width, plan.bucket.height)})
+    write_manifest(stripped, manifest.model_copy(update={"artifacts": (graph, turned)}))
+    result = CliRunner().invoke(engine, ["refit", str(stripped)])
+    assert isinstance(result.exception, BundleError)
+    assert "model.plan" in str(result.exception)
