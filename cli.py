@@ -94,7 +94,7 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _CommandLine(LazyGroup):
-    """Lazy group whose help shows the summaries of its subcommands without importing them."""
+    """Click group that imports subcommands on use. Its help lists them without importing them."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -62,8 +62,8 @@ def bundle_from_checkpoint(
 ) -> Manifest:
     """Export a checkpoint to a bundle folder.
 
-    The folder is replaced atomically. If it holds a bundle of the same checkpoint, artifacts of
-    that bundle are kept, unless this export replaces them. A bundle of another checkpoint is
+    The folder is replaced atomically. If it holds a bundle of the same checkpoint, the model files
+    of that bundle are kept, unless this export replaces them. A bundle of another checkpoint is
     replaced as a whole.
 
     For each precision and input size, the new bundle has an ONNX file, an engine of each builder
@@ -209,12 +209,18 @@ def _engine_sources(
 ) -> list[tuple[Artifact, Path]]:
     """Return the manifest entry and the path of each ONNX file to build an engine from.
 
-    `partial` is the folder of the new bundle, and `graphs` are the manifest entries of its ONNX
-    files. Engines in bf16 and fp8 need ONNX files that a bundle does not have. This function writes
-    them to the folder `sources` beside `partial`. All other engines are built from the bundle's
-    ONNX files, unless a top-k in the checkpoint's configuration exceeds TensorRT's limit. In that
-    case, the function writes ONNX files in all precisions to `sources`, with the top-k reduced to
-    the limit, and all engines are built from the files in `sources`.
+    Engines are built from the bundle's ONNX files, with two exceptions:
+
+    - Engines in bf16 and fp8 need ONNX files that a bundle does not have. Write these to a separate
+      folder.
+    - If a top-k in the checkpoint's configuration exceeds TensorRT's limit, write ONNX files in all
+      precisions to the separate folder, with the top-k reduced to the limit. Use only these files.
+
+    Args:
+        checkpoint: checkpoint to export.
+        graphs: manifest entries of the new bundle's ONNX files.
+        partial: folder of the new bundle. The separate folder is `sources` beside it.
+        settings: precisions and other settings of the export.
     """
     limited, changes = limited_checkpoint(checkpoint)
     if changes:

@@ -216,8 +216,11 @@ def export(
 def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path]) -> None:
     """Compare detections of a bundle and its checkpoint on image files, and print the result.
 
+    If `images` is empty, compare on noise.
+
     Raises:
-        VerificationError: an artifact's differences exceed the tolerance of its precision.
+        VerificationError: the detections of an ONNX file or a torch program differ from those of
+            the checkpoint by more than the tolerance of its precision.
     """
     from ..model.weights.references import checkpoint_from_reference
     from .verify import verify_bundle
@@ -233,9 +236,9 @@ def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path
 
 
 def table_of(comparisons: "list[Comparison]") -> Table:
-    """Return a table of differences between detections of artifacts and of the checkpoint.
+    """Return a table of differences in detections between exported models and their checkpoint.
 
-    The last rows hold the tolerances of each precision.
+    Each row shows one ONNX file or torch program. The last rows show the tolerances by precision.
     """
     names = ("artifact", "images", "found", "boxes px", "scores", "masks", "outside", "")
     table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)

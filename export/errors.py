@@ -2,7 +2,10 @@
 
 
 class EngineError(Exception):
-    """A TensorRT engine cannot be built or inspected on this machine, or fails a check."""
+    """An engine cannot be built or inspected on this machine, or fails a check.
+
+    An engine is a TensorRT engine or a torch program that is compiled for a GPU.
+    """
 
 
 class VerificationError(Exception):

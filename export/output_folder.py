@@ -1,4 +1,4 @@
-"""Output folder of an export: check it, replace it atomically, and keep its older artifacts."""
+"""Output folder of an export: check it, replace it atomically, and keep older exported files."""
 
 import fcntl
 import glob
@@ -32,8 +32,8 @@ def check_output_folder(bundle: Path) -> None:
     """Check that an export may create or replace the folder `bundle`.
 
     Raises:
-        BundleError: the folder holds files that are not part of a bundle, is a mount point, or is
-            or contains the current working folder.
+        BundleError: the folder holds files that do not belong to a bundle (exported model), is a
+            mount point, or is or contains the current working folder.
     """
     other_files = {path.name for path in bundle.iterdir()} if bundle.exists() else set()
     try:
@@ -121,12 +121,12 @@ def _remove_leftovers(path: Path) -> None:
 def with_older_artifacts(
     manifest: Manifest, folder: Path, bundle: Path, report: Callable[[str], None]
 ) -> Manifest:
-    """Return a new bundle's manifest, extended by the artifacts of the bundle that it replaces.
+    """Keep models of an older bundle (folder with exported models) in the bundle that replaces it.
 
-    An older artifact is left out if the new bundle has an artifact of the same kind, precision and
-    input size, or if one of the older artifact's files is missing. If the older bundle is damaged,
-    or belongs to another checkpoint or another version of this program, no artifact is added. The
-    older bundle's sample images are kept in any case.
+    A model of the older bundle is left out if the new bundle has a model of the same kind,
+    precision and input size, or if one of the older model's files is missing. If the older bundle
+    is damaged, or belongs to another checkpoint or another version of this program, none of its
+    models is kept. Its sample images are kept in any case.
 
     Args:
         manifest: Manifest of the new bundle.
@@ -134,6 +134,9 @@ def with_older_artifacts(
         bundle: Folder of the older bundle. It may be absent.
         report: Function that is called with one sentence if the older bundle belongs to another
             checkpoint or version.
+
+    Returns:
+        The manifest of the new bundle, extended by the older models.
     """
     if (bundle / SAMPLES_FOLDER).is_dir():
         shutil.copytree(bundle / SAMPLES_FOLDER, folder / SAMPLES_FOLDER, copy_function=_link)
@@ -188,9 +191,9 @@ def copy_samples(samples: Iterable[Path], bundle: Path) -> None:
 
 
 def _model_of(manifest: Manifest) -> dict[str, Any]:
-    """Return those manifest entries that depend only on checkpoint and program version.
+    """Return the manifest fields that are equal in all bundles of a checkpoint and program version.
 
-    Two bundles of the same checkpoint and version have equal entries.
+    Two bundles with equal fields contain the same model.
     """
     own: Any = {"artifacts": True, "provenance": {"checkpoint", "exported_at"}}
     return manifest.model_dump(exclude=own)

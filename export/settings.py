@@ -19,7 +19,7 @@ from ..model.resizing import pixel_dtype
 
 
 class ExportSettings(NamedTuple):
-    """Settings of an export that apply to all exported artifacts."""
+    """Settings that apply to all model files of an export."""
 
     precisions: Sequence[Precision]
     buckets: Sequence[ShapeBucket]
@@ -34,10 +34,10 @@ class ExportSettings(NamedTuple):
 def check_precisions(
     precisions: Sequence[Precision], with_engines: bool, with_programs: bool, is_calibrated: bool
 ) -> None:
-    """Check that the precisions fit the requested kinds of artifact and the calibration images.
+    """Check that the requested precisions fit the requested runtimes and the calibration images.
 
-    - If bf16 is requested, engines or torch programs must be requested.
-    - If fp8 is requested, engines must be requested.
+    - If bf16 is requested, TensorRT engines or torch programs must be requested.
+    - If fp8 is requested, TensorRT engines must be requested.
     - If int8 or fp8 is requested, calibration images must be given.
     - If torch programs are requested, a precision other than int8 and fp8 must be requested.
     - If calibration images are given, int8 or fp8 must be requested.
@@ -101,10 +101,10 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
 
 
 def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) -> InputDtype:
-    """Check and return `input_dtype`. If `input_dtype` is None, choose the data type.
+    """Return the data type of the model's input images: `input_dtype`, or a default if it is None.
 
-    The choice is float32 if `preprocessing` resizes images as torchvision does, without rounding
-    pixel values. Otherwise the choice is uint8.
+    The default is float32 if `preprocessing` resizes images as torchvision does, without rounding
+    pixel values. Otherwise the default is uint8.
 
     Raises:
         BundleError: `input_dtype` is uint8, and `preprocessing` does not round pixel values.

@@ -1,4 +1,4 @@
-"""Model repository for Triton Inference Server, made from a bundle."""
+"""Model repository for Triton Inference Server, made from a bundle (exported model)."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ _MAX_DELAY_US = 2000
 
 
 def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, ...]:
-    """Add a bundle's ONNX files and TensorRT plans to a model repository.
+    """Add a bundle's ONNX files and TensorRT plans to a Triton model repository.
 
     Each file becomes a model, whose name includes the file's precision, input size and kind. If the
     repository already has a model of this name, the file becomes the model's next version.
@@ -37,7 +37,7 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
     Triton has no scalars.
 
     Args:
-        bundle: Bundle folder.
+        bundle: Bundle folder (folder with an exported model).
         repository: Model repository folder, created if missing.
 
     Returns:
@@ -143,7 +143,7 @@ def _plan_settings(profiles: Sequence[BatchProfile]) -> dict[str, Any]:
 
 
 def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
-    """Return Triton settings for ONNX Runtime: CUDA options for the artifact's precision."""
+    """Return Triton's settings for an ONNX model: ONNX Runtime's CUDA options for a precision."""
     options = {"prefer_nhwc": "1", "use_tf32": "1"}
     if artifact.precision == "fp32":
         # ONNX Runtime's default, the exhaustive search, picks an fp32 algorithm that takes 72 GB
@@ -157,9 +157,9 @@ def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
 def _tensors_of(
     manifest: Manifest, artifact: Artifact
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the fields `input` and `output` of Triton's `config.pbtxt`.
+    """Return the fields `input` and `output` of Triton's `config.pbtxt` for an exported model.
 
-    They do not depend on the artifact's precision.
+    They do not depend on the model's precision.
     """
     detections, side = manifest.max_detections, manifest.mask_side
     pixels = {"uint8": "UINT8", "float32": "FP32"}[artifact.input_dtype]

@@ -1,4 +1,4 @@
-"""Comparison of detections: of a bundle's ONNX files and torch programs, and of its checkpoint."""
+"""Comparison of the detections of exported ONNX files and torch programs with the checkpoint's."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _Input = tuple[Pixels, NDArray[np.int64]]
 
 
 class Tolerance(NamedTuple):
-    """Largest allowed differences of an exported artifact's detections from its checkpoint's."""
+    """Largest allowed differences between detections of an exported model and of its checkpoint."""
 
     # Difference of a box coordinate, in input pixels.
     boxes: float
@@ -54,7 +54,7 @@ TOLERANCES: dict[Precision, Tolerance] = {
 
 @dataclass
 class Comparison:
-    """Differences of an artifact's detections from its checkpoint's, on the same images."""
+    """Differences between detections of a checkpoint and an exported model on the same images."""
 
     artifact: Artifact
     tolerance: Tolerance
@@ -76,12 +76,12 @@ class Comparison:
 def verify_bundle(
     bundle: Path, manifest: Manifest, checkpoint: Checkpoint, images: Sequence[Path]
 ) -> list[Comparison]:
-    """Compare the detections of a checkpoint and of its exported artifacts on the same images.
+    """Compare detections of a checkpoint and of its exported ONNX files and torch programs.
 
     Args:
-        bundle: folder of the artifacts.
+        bundle: folder of the exported files.
         manifest: manifest of the bundle.
-        checkpoint: source of the bundle.
+        checkpoint: checkpoint from which the bundle was exported.
         images: image files. Each image is resized as the manifest states, and used for the smallest
             input size into which it fits. For input sizes without an image, smooth noise is used.
 
@@ -102,7 +102,7 @@ def verify_bundle(
 
 
 class ReferenceBatch(NamedTuple):
-    """Batch of images with the checkpoint's detections, which an artifact should reproduce."""
+    """Batch of images, and the checkpoint's detections that an exported model should reproduce."""
 
     # [B, 3, H, W], zero-padded.
     images: Pixels
@@ -152,12 +152,12 @@ def _detect_in_batches(model: MaskRCNN, inputs: Sequence[_Input]) -> Iterator[Re
 def compare_artifact(
     artifact: Artifact, batches: Sequence[ReferenceBatch], infer: Infer
 ) -> Comparison:
-    """Run an artifact on batches and compare its detections with the checkpoint's.
+    """Run an exported model on batches, and compare its detections with the checkpoint's.
 
     Args:
-        artifact: artifact to compare. Its precision selects the tolerance.
-        batches: reference batches of the artifact's input size.
-        infer: function that runs the artifact on images and their sizes, and returns its outputs.
+        artifact: manifest entry of the model. Its precision selects the tolerance.
+        batches: images of the model's input size, with the checkpoint's detections.
+        infer: function that runs the model on images and their sizes, and returns its outputs.
     """
     comparison = Comparison(artifact, TOLERANCES[artifact.precision])
     for batch in batches:
@@ -219,7 +219,7 @@ def _compare_image(
     Args:
         comparison: result to update.
         expected: the checkpoint's detections.
-        actual: the artifact's detections.
+        actual: the exported model's detections.
         floor: score threshold. Expected detections at or below it are not compared.
     """
     tolerance = comparison.tolerance

@@ -64,7 +64,11 @@ def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor |
 def _decode_with_torchvision(
     files: Sequence[Tensor], device: torch.device
 ) -> list[Tensor | ImageError]:
-    """Decode grey or YCbCr JPEGs with torchvision. On a GPU, wait for the current stream first."""
+    """Decode grey or YCbCr JPEGs with torchvision. On a GPU, wait for the current stream first.
+
+    Returns:
+        Per file, pixels [3, h, w] uint8 RGB, or the error of a damaged file.
+    """
     if not files:
         return []
     if device.type == "cuda":

@@ -16,7 +16,8 @@ def exit_on_signals() -> Iterator[Callable[[], None]]:
     a handler already, keeps its behaviour. After the first signal, further ones are ignored.
 
     Yields:
-        Function that makes the process ignore the signals whose behaviour was changed.
+        Function that makes the process ignore both signals, for example during clean-up. A signal
+        that kept its behaviour is not affected.
     """
     numbers = [
         number

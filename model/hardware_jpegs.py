@@ -76,7 +76,10 @@ class _PlaneSizes(NamedTuple):
         return self.height * self.width + 2 * self.chroma_height * self.chroma_width
 
     def image_at(self, luma: int) -> _Image:
-        """Return the C struct of planes without gaps. `luma` is the address of the first one."""
+        """Return the `nvjpegImage_t` of contiguous planes.
+
+        `luma` is the address of the first plane.
+        """
         if not self.chroma_height:
             return _Image((luma, None, None, None), (self.width, 0, 0, 0))
         blue = luma + self.height * self.width
@@ -167,7 +170,7 @@ class HardwareJpegDecoder:
         return _PlaneSizes(*size, -(-size[0] // factors[0]), -(-size[1] // factors[1]))
 
     def _queue(self, files: Sequence[Tensor], sizes: Sequence[_PlaneSizes], planes: Tensor) -> bool:
-        """Queue the decoding of files into planes, one after the other without gaps.
+        """Queue the decoding of files into `planes`, which receives all planes without gaps.
 
         Return False if nvJPEG reports an error.
         """

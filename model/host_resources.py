@@ -42,7 +42,8 @@ def memory_limit() -> int:
 def available_cores() -> float:
     """Return the number of CPU cores that this process may use.
 
-    The number is fractional if a cgroup limits the process to a part of a core's time.
+    The number is fractional if a cgroup limits the process to a part of a core's time. CPU limits
+    of cgroups version 1 are ignored.
     """
     limits: list[float] = [len(os.sched_getaffinity(0))]
     for cgroup in _own_cgroups("cpu"):

@@ -112,9 +112,11 @@ def read_resized_image(path: Path, preprocessing: Preprocessing) -> Pixels:
 
 
 def png_from_other_formats(data: bytes) -> bytes:
-    """Convert a BMP or TIFF image to PNG without loss. Return JPEG, PNG and WebP data unchanged.
+    """Convert a BMP or TIFF image to PNG. Return JPEG, PNG, WebP and empty data unchanged.
 
     Only the first page of a TIFF is converted. The PNG has the EXIF orientation of the TIFF.
+    16-bit colour channels are reduced to 8 bits, and colours such as CMYK are converted to RGB. All
+    other pixels are converted without loss.
 
     Raises:
         ImageError: the data are not in one of these formats, or the BMP or TIFF image is damaged,

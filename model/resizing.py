@@ -23,7 +23,7 @@ Pixels = NDArray[np.uint8 | np.float32]
 
 
 def pixel_dtype(rule: ResizeRule) -> type[np.uint8] | type[np.float32]:
-    """Return the dtype of images that were resized by a rule."""
+    """Return the dtype of images resized by a rule: float32 for `torchvision`, otherwise uint8."""
     return np.float32 if rule == "torchvision" else np.uint8
 
 
@@ -99,7 +99,10 @@ def pad_to_bucket(image: NDArray[Any], bucket: ShapeBucket) -> NDArray[Any]:
 
 
 def _interpolate(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.float32]:
-    """Interpolate as `torch.nn.functional.interpolate`, bilinear, with `align_corners=False`."""
+    """Resize an image [H, W, 3] to [height, width, 3] float32, bilinear without antialiasing.
+
+    The result equals that of `torch.nn.functional.interpolate` with `align_corners=False`.
+    """
     if image.shape[:2] == (height, width):
         return image.astype(np.float32)
     top, bottom, down = _neighbours(image.shape[0], height)

@@ -29,7 +29,7 @@ _HTTP = re.compile(r"https?://", re.IGNORECASE)
 
 
 class ServeFields(FrozenConfig):
-    """Settings of the server, each validated on its own."""
+    """Settings of the server. Each value is validated separately; see also `ServeConfig`."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -135,11 +135,14 @@ class ServeFields(FrozenConfig):
 
 
 class ServeConfig(ServeFields):
-    """Settings of the server, with checks across settings."""
+    """Settings of the server. Their combination is validated too, such as certificate and key."""
 
     @property
     def ports(self) -> dict[str, int]:
-        """Map from setting name, such as `http_port`, to port number. 0: use any free port."""
+        """Port number by setting name, such as `http_port`. 0: any free port.
+
+        Settings that are None are left out.
+        """
         ports = {name: getattr(self, name) for name in ("port", "http_port", "metrics_port")}
         return {name: port for name, port in ports.items() if port is not None}
 

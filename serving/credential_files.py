@@ -104,7 +104,7 @@ class TokenFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
+        """Read the tokens in the file `path`.
 
         Raises:
             ServingError: the file cannot be read, contains an invalid token, or contains no token.
@@ -113,7 +113,7 @@ class TokenFile:
         self._digests = ReloadOnChange([path], self._load, self._reload)
 
     def contains(self, token: str) -> bool:
-        """Return whether a token is valid."""
+        """Return whether `token` is one of the valid tokens."""
         digest = _digest(token)
         # All tokens are compared, so that the duration does not reveal which one matches.
         return sum(hmac.compare_digest(digest, other) for other in self._digests.current()) > 0

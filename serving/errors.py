@@ -86,7 +86,7 @@ class AccessError(ClientError):
 
 
 class UnreachableError(ClientError):
-    """No server responds at the address."""
+    """No detection server responds at the address, or the server dropped the request."""
 
 
 class DeadlineError(ClientError):
@@ -94,7 +94,7 @@ class DeadlineError(ClientError):
 
 
 class ClosedError(ClientError):
-    """The client was closed before the response arrived."""
+    """The client was closed before the request or while it waited for the response."""
 
 
 def image_error_from_os_error(error: OSError) -> "ImageError":

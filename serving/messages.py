@@ -200,10 +200,10 @@ def _class_fields(label: int, class_name: str, category_id: int) -> bytes:
 
 @lru_cache(maxsize=1 << 14)
 def _headers(detection: int, rle: int, counts: int) -> tuple[bytes, bytes, bytes]:
-    """Return three headers (tag and length): of a detection, of its `rle`, and of `rle.counts`.
+    """Return the protobuf tag and length of three fields: `detections`, `rle` and `rle.counts`.
 
     Args:
-        detection: Size in bytes of the detection's fields other than `rle`.
+        detection: Size in bytes of the fields of one detection other than `rle`.
         rle: Size in bytes of the fields of `rle` other than `counts`.
         counts: Size of `counts` in bytes.
     """

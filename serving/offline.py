@@ -1,4 +1,4 @@
-"""Detection in one process, without a server: the detector, and batches with bounded read-ahead."""
+"""Detection without a server: `Detector`, and batched processing with bounded read-ahead."""
 
 import os
 from collections import deque
@@ -30,7 +30,9 @@ _BATCHES_AHEAD = 8
 
 
 class Detector:
-    """Detector that runs a bundle in this process. Its results equal those of the server.
+    """Detector that runs a bundle (exported model) in this process, without a server.
+
+    Its results equal those of the server.
 
     `Detector(bundle)(images)` returns the detections of several images. In a `with` statement, the
     model is released at the end of the block.
@@ -43,13 +45,14 @@ class Detector:
         backend: BackendName = "auto",
         max_batch: int = 8,
     ) -> None:
-        """Load a bundle.
+        """Load a bundle (exported model).
 
         Args:
             bundle: Folder of the bundle.
             precision: Precision of inference. None: the first one that the bundle has for the
                 backend.
-            backend: Inference backend.
+            backend: Inference backend. `auto`: the first one that runs on this machine and for
+                which the bundle has files.
             max_batch: Maximum batch size on a GPU. On the CPU, the batch size is 1.
 
         Raises:
@@ -330,7 +333,7 @@ class _BatchQueue:
 
     @property
     def is_due(self) -> bool:
-        """Whether to call `get` now.
+        """Whether the caller should call `get` now.
 
         True if the oldest image is done, or if the queue holds more images than fit into
         `_BATCHES_AHEAD` batches.

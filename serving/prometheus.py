@@ -1,4 +1,4 @@
-"""Prometheus endpoint: metrics of models under Triton's names, and the server of all metrics."""
+"""Prometheus endpoint: HTTP server of all metrics, and model metrics under Triton's names."""
 
 import contextlib
 import io
@@ -145,7 +145,7 @@ def _slot_metrics(pipelines: Sequence[Pipeline]) -> Iterator[Metric]:
 def add_server_metrics(
     registry: CollectorRegistry, models: ModelRepository, lag: LoopLag, cpu: CpuCollector
 ) -> None:
-    """Register collectors of models, connections, event loop lag, process, CPU and GPUs."""
+    """Register metrics of models, connections, decode memory, event loop, process, CPU and GPUs."""
     own = (ModelCollector(models), ConnectionCollector(), cpu, GpuCollector())
     for collector in own:
         registry.register(collector)

@@ -52,7 +52,7 @@ _UNQUOTED = "/:?&=%@+,;!$'()*~"
 
 
 class RaySummary(NamedTuple):
-    """Numbers of images and of failed images in a run."""
+    """Number of images in a run, and number of those that failed."""
 
     images: int
     failures: int
@@ -252,9 +252,9 @@ def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RayS
 
 @contextlib.contextmanager
 def _translated_storage_errors() -> Iterator[None]:
-    """In the `with` block, convert storage errors to a ServingError with advice on buckets.
+    """In the `with` block, convert OSError and ArrowInvalid to ServingError with advice on buckets.
 
-    An OSError that names a file is raised unchanged.
+    An OSError whose `filename` is set is raised unchanged.
     """
     try:
         yield

@@ -52,10 +52,10 @@ _SERVICES = (
 async def serve(
     models: Sequence[ModelSource], config: ServeConfig, on_ready: Callable[[str], None]
 ) -> None:
-    """Serve bundles until SIGTERM or SIGINT. On SIGHUP, reload all bundles.
+    """Serve models until SIGTERM or SIGINT. On SIGHUP, reload all models.
 
     Args:
-        models: Bundles and names of the models.
+        models: Exported bundle folders, and names of the models.
         config: Server settings.
         on_ready: Called with the address `host:port` when the server is ready.
 
@@ -97,9 +97,9 @@ async def serve(
 async def detection_server(
     models: Path | Sequence[ModelSource], config: ServeConfig, reload: asyncio.Event | None = None
 ) -> AsyncIterator[str]:
-    """Serve one or more bundles within the `with` block. On exit, finish the in-flight requests.
+    """Serve one or more models within the `with` block. On exit, finish the in-flight requests.
 
-    The health service reports NOT_SERVING until the models are warmed up, and again after the
+    The health service reports NOT_SERVING until the models are warmed up, and again from the
     context's exit. It also reports NOT_SERVING while the first model is unloaded, or has no running
     worker process in its default precision.
 

@@ -26,7 +26,7 @@ class ConfigError(Exception):
 
 
 class DatasetConfig(FrozenConfig):
-    """A data set in COCO format."""
+    """Paths of a data set in COCO format."""
 
     images: Path
     """Folder with the image files."""
@@ -35,7 +35,7 @@ class DatasetConfig(FrozenConfig):
 
 
 class ExtraDatasetConfig(DatasetConfig):
-    """An additional training set, in COCO format."""
+    """Paths and weight of an additional training set in COCO format."""
 
     weight: float = Field(1.0, gt=0)
     """Number of times that an epoch shows each image. Images of `data.train` are shown once."""

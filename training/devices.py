@@ -11,11 +11,16 @@ Device = Literal["auto", "cpu", "cuda"] | tuple[int, ...]
 
 
 def device_from(value: Any) -> Device:
-    """Convert a value of the configuration key `device`, such as "0,1", to a `Device`.
+    """Validate a value of the configuration key `device`.
+
+    Args:
+        value: "auto", "cpu", "cuda", or GPU indices as text ("0,1"), a number or a sequence.
+
+    Returns:
+        "auto", "cpu", "cuda", or a tuple of GPU indices.
 
     Raises:
-        ValueError: The value is neither "auto", "cpu" or "cuda", nor a list of distinct GPU
-            indices.
+        ValueError: The value has another form, or contains a GPU twice.
     """
     if value in ("auto", "cpu", "cuda"):
         return cast(Device, value)

@@ -15,8 +15,9 @@ class TrainingInterrupted(KeyboardInterrupt):
 class Interruption:
     """Context manager that records SIGINT and SIGTERM, so that the current step can be completed.
 
-    The first signal sets `requested` to True. A second signal has its usual effect. If the context
-    is entered outside the main thread, signals keep their usual effect.
+    The first signal sets `requested` to True and, if `immediate` is True, also raises
+    `TrainingInterrupted`. A second signal has its usual effect. If the context is entered outside
+    the main thread, signals keep their usual effect.
     """
 
     def __init__(self) -> None:

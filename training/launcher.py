@@ -17,11 +17,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch_processes(device: Device, processes: int | None) -> None:
-    """If several processes are configured, start them with the current command. Exit when they end.
+    """Run the current command in the configured number of training processes, and then exit.
 
-    The exit code is 0, or the code of the process that failed first. If one process is configured,
-    or if the current process is already one of the training processes, the function returns at
-    once. The arguments are the values of the configuration keys `device` and `processes`.
+    If this number is 1, or if this process is already one of the training processes, return
+    without starting any. Otherwise, the exit code is 0, or that of the process that failed first.
+
+    Args:
+        device: Key `device` of the configuration.
+        processes: Key `processes` of the configuration.
 
     Raises:
         ConfigError: `device` lists GPU numbers and `processes` differs from their count, or a

@@ -51,7 +51,8 @@ class TrainingLoop:
         Raises:
             ConfigError: The model lacks a category of the validation set, or `evaluation.expected`
                 is set but the run has no evaluation.
-            DataError: The validation set is unreadable.
+            DataError: The validation set is unreadable, there is no image to train on, or
+                `solver.images_per_batch` is not divisible by ranks times `solver.accumulate`.
         """
         self._trainer = trainer
         self._config = config = trainer.config
@@ -95,7 +96,9 @@ class TrainingLoop:
             DataError: An image is unreadable and `data.on_broken` is "refuse", or all images of a
                 shape bucket (input size) are unreadable. If there is only one rank, a checkpoint is
                 written before the error is raised.
+            ConfigError: A tracker cannot start.
             DivergenceError: A loss or a weight is not finite.
+            GpuMemoryError: A step needs more memory than the GPU has.
             TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
         """
         trainer, config = self._trainer, self._config
@@ -174,7 +177,10 @@ class TrainingLoop:
         return metrics
 
     def _stop_if_interrupted(self) -> None:
-        """After SIGINT or SIGTERM, write a checkpoint and raise `TrainingInterrupted`."""
+        """After SIGINT or SIGTERM, write a checkpoint and raise `TrainingInterrupted`.
+
+        With several ranks, all stop after the same iteration: the next multiple of `log_period`.
+        """
         trainer, config = self._trainer, self._config
         stops, worker = self._interruption.requested, trainer.worker
         if worker.world_size > 1:

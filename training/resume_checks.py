@@ -55,7 +55,9 @@ def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
 def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> None:
     """Check that a run can be resumed from a checkpoint with the current configuration and data.
 
-    The model, training data, seed, optimiser and batch size must be those of the checkpoint. All
+    The sections `model` and `data`, the training images and annotations, the seed, the optimiser
+    type and the batch size must be those of the checkpoint. Exceptions in `data` are `val`, the
+    paths in `train`, `workers`, `on_broken`, `flip_probability` and `transforms`. These and all
     other keys may change, and changes are logged.
 
     Args:

@@ -36,7 +36,10 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
     Raises:
         ConfigError: The configuration does not fit the data, the machine or the resumed run.
         DataError: The data set is unreadable or has no usable image.
+        CheckpointError: The initial weights or the last checkpoint cannot be read.
         DivergenceError: A loss or a weight is not finite.
+        GpuMemoryError: A step needs more memory than the GPU has.
+        RankLostError: Another rank ended, or did not answer for 30 minutes.
         ExpectationError: A final metric is missing, or is below its value in `evaluation.expected`
             by more than `evaluation.tolerance`.
         TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.

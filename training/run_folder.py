@@ -23,7 +23,8 @@ class RunFolder:
     """Folder with checkpoints `model_0002500.pth`, ..., `model_final.pth` and `model_best.pth`.
 
     The text file `last_checkpoint` contains the name of the checkpoint to resume from.
-    `model_best.pth` is a copy of a numbered checkpoint, because numbered ones may be removed.
+    `model_best.pth` is a copy of the checkpoint with the best evaluation result. It is kept when
+    numbered checkpoints are removed.
     """
 
     def __init__(self, path: Path, keep: int | None = None) -> None:

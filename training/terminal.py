@@ -35,7 +35,7 @@ class _FileHandler(logging.FileHandler):
     """Log file handler. On a write error, such as a full disk, it logs a warning and stops."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Remove this handler, and log the error that `emit` caught."""
+        """If `emit` failed with an `OSError`, remove this handler and log a warning."""
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)

@@ -127,8 +127,8 @@ class Trainer:
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Restore model, optimiser, loss scaler and random generators from a checkpoint.
 
-        Weight decay and momentum are taken from the configuration, not from the checkpoint. Call
-        `check_resumable` first.
+        Settings of the optimiser, such as weight decay, are taken from the configuration, not from
+        the checkpoint. Call `check_resumable` first.
         """
         state = checkpoint.training_state
         settings = [

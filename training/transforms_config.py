@@ -121,12 +121,11 @@ Transform = Annotated[SerializeAsAny[TransformConfig], BeforeValidator(_transfor
 
 
 def check_order(transforms: tuple[TransformConfig, ...]) -> None:
-    """Check the positions of transforms: one that resizes must be first, and copy-paste last.
-
-    The list need not contain such transforms.
+    """Check that resizing transforms are first and copy-paste is last, if the list has them.
 
     Raises:
-        ValueError: A transform that resizes, or copy-paste, is at another position.
+        ValueError: `ScaleJitter` or `RandomShortestSize` is not first, or `SimpleCopyPaste` is not
+            last.
     """
     for transform in transforms[1:]:
         if isinstance(transform, RESIZING):

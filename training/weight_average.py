@@ -8,7 +8,7 @@ from ..model.mask_rcnn import MaskRCNN
 
 
 class WeightAverage:
-    """Copy of a model. Its weights and buffers are moving averages over the training steps."""
+    """Copy of a model. Its weights and buffers are exponential moving averages over the steps."""
 
     def __init__(self, model: MaskRCNN, decay: float) -> None:
         """Copy a model, so that the average starts with the model's current weights.

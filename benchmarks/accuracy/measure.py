@@ -46,7 +46,7 @@ class ValidationSet(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BundleEvaluation:
-    """Metrics and speed of a bundle on a data set."""
+    """COCO metrics and throughput of a bundle (exported model) on a data set."""
 
     # Result of `coco_metrics` for boxes and masks. Empty if the metrics were not requested.
     metrics: dict[str, float]

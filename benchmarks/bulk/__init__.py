@@ -1,4 +1,4 @@
-"""Command `maskrcnn bench bulk` and its record: throughput from JPEG files to RLE masks."""
+"""`maskrcnn bench bulk`: throughput from JPEG files to RLE masks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,10 +95,10 @@ def bulk(
 
 
 def bulk_record(results: Sequence["BulkResult"], images: str) -> Record:
-    """Return a record of the results of one backend and precision, one result per batch size.
+    """Return the tables, plots and notes of one run of the bulk-prediction benchmark.
 
     Args:
-        results: Results, at least one.
+        results: One result per batch size, at least one. All have the same backend and precision.
         images: Description of the benchmark images, for the notes.
     """
     first = results[0]
@@ -146,12 +146,10 @@ def bulk_record(results: Sequence["BulkResult"], images: str) -> Record:
 
 
 def bulk_goals(results: Sequence["BulkResult"]) -> list[str]:
-    """Compare the `share` of each result with the goal `_GOAL`. Results of CPUs are left out.
+    """Return one sentence per GPU result that compares its `share` with the goal `_GOAL`.
 
-    `share` is the throughput of all steps divided by the throughput of the model step alone.
-
-    Returns:
-        One sentence per result that was measured on a GPU.
+    `share` is the throughput of all steps divided by the throughput of the model step alone. CPU
+    results get no sentence.
     """
     return [
         f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "

@@ -73,7 +73,10 @@ class BulkResult:
 
 
 def measure_bulk(bundle: Path, settings: BulkSettings) -> list[BulkResult]:
-    """Measure throughput and step times of a bundle, and return one result per batch size.
+    """Measure bulk prediction with a bundle: throughput, and time of each processing step.
+
+    Returns:
+        One result per batch size.
 
     Raises:
         BundleError: the bundle cannot be read or lacks the precision.

@@ -35,7 +35,7 @@ class ProcessError(Exception):
 
 @dataclass(frozen=True)
 class ThreadUsage:
-    """CPU use of those threads of a process that share one name."""
+    """CPU use of all threads of one process that have the same name."""
 
     # Number of the process: 0 for the measured process, then its descendants by ascending PID.
     process: int

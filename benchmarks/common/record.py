@@ -125,9 +125,10 @@ def publish(record: Record, json_path: Path | None = None, folder: Path | None =
 
 
 def write_record(record: Record, folder: Path) -> Path:
-    """Write `<subject>-<gpu>-<yyyymm>.md`, and a `.png` and `.json` of the same name beside it.
+    """Write a benchmark record as a Markdown page, a PNG of its plots, and a JSON file.
 
-    Create the folder if necessary, and return the path of the Markdown page.
+    The files are `<subject>-<gpu>-<yyyymm>` with the suffixes `.md`, `.png` and `.json`. Create the
+    folder if necessary, and return the path of the Markdown page.
     """
     folder.mkdir(parents=True, exist_ok=True)
     year, month, _ = record.measured_at.split("-", 2)

@@ -136,7 +136,13 @@ def _models_from(
 def _measure(
     models: Sequence[Path], settings: "InferSettings"
 ) -> "tuple[Record, Sequence[InferFailure]]":
-    """Measure all models, and print each measurement to stderr when it is complete."""
+    """Measure all models. Return the benchmark record and the failures.
+
+    Each measurement is printed to stderr when it is complete.
+
+    Raises:
+        click.ClickException: all engines failed.
+    """
     from ...serving.host import gpu_names
     from .gpu_time import StageTimes
     from .measure import InferFailure, Measurement, measure_models, measure_rooflines

@@ -1,4 +1,4 @@
-"""GPU time of a batch by stage and kernel, NCCL time of a step, and the throughput's roofline."""
+"""GPU time by model stage and kernel, NCCL time of a training step, and throughput roofline."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,7 @@ class KernelTotal:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """GPU time of one batch by model stage.
+    """Mean GPU time of a batch by model stage.
 
     The batch lasts from the start of its first kernel to the end of its last kernel.
     """
@@ -67,7 +67,10 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class MatmulRoofline:
-    """Upper bound of a model's throughput, if the GPU spent its time on matrix products only."""
+    """Upper bound of a model's throughput, derived from the GPU's rate of matrix products.
+
+    It assumes that the GPU computes only the model's convolutions and matrix products.
+    """
 
     precision: Precision
     # Measured rate of the product of two large square matrices.
@@ -202,7 +205,10 @@ def mean_milliseconds_by_stage(activities: Sequence[GpuActivity], batches: int) 
 def costliest_kernels(
     activities: Sequence[GpuActivity], batches: int, count: int
 ) -> list[KernelTotal]:
-    """Return the `count` kernels with the most GPU time, with calls and milliseconds per batch."""
+    """Return calls and milliseconds per batch of the `count` kernels with the most GPU time.
+
+    `activities` contains the GPU activities of `batches` equal batches.
+    """
     durations: dict[str, list[float]] = defaultdict(list)
     for activity in activities:
         durations[activity.name].append(activity.duration)
@@ -216,9 +222,9 @@ def costliest_kernels(
 def measure_matmul_rooflines(
     precisions: Sequence[Precision], config: ModelConfig, bucket: ShapeBucket
 ) -> Iterator[MatmulRoofline]:
-    """Yield a model's upper bound of throughput on the current GPU in each precision.
+    """Yield the upper bound of a model's throughput on the current GPU, once per precision.
 
-    Without a GPU, yield nothing.
+    Without a GPU, yield nothing. `bucket` is the model's input size.
     """
     import torch
 
@@ -230,7 +236,7 @@ def measure_matmul_rooflines(
 
 
 def flops_per_image(config: ModelConfig, bucket: ShapeBucket) -> int:
-    """Return the number of floating-point operations that the model needs for one image.
+    """Return the number of floating-point operations for one image of the size `bucket`.
 
     Only convolutions and matrix products count. A multiply-add counts as two operations. The model
     runs on the meta device, so nothing is computed.

@@ -150,6 +150,7 @@ def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[M
 
     Raises:
         CheckpointError: the first file is not a checkpoint.
+        BundleError: the input size is None, and the first model is a bundle that cannot be read.
         ProcessError: the measuring process died.
     """
     checkpoint = next((model for model in models if model.is_file()), None)

@@ -171,9 +171,10 @@ def speed_rows(
 
 
 def infer_goals(results: Sequence[InferResult], machine: MachineInfo) -> list[str]:
-    """Return sentences that compare the torch backend in fp16 with this project's goals.
+    """Return sentences that compare speed and memory use in fp16 with this project's goals.
 
-    The goals are for one type of GPU and one input size. For other GPUs or sizes, return [].
+    Only the torch backend on an H100 or H200 with the input size `_GOAL_BUCKET` has goals. For
+    other GPUs or input sizes, return [].
     """
     if not _has_goals(results, machine):
         return []

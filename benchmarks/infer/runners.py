@@ -59,7 +59,7 @@ class BatchRun:
 
 
 class Runner(Protocol):
-    """Interface of the runners of all engines."""
+    """Interface for running batches of images on a loaded inference engine."""
 
     def batch_runs(self, images: NDArray[np.uint8]) -> Sequence[BatchRun]:
         """Return one `BatchRun` of images [B, 3, H, W] for each supported kind of memory.
@@ -137,7 +137,12 @@ class BundleRunner:
         bucket: ShapeBucket,
         max_batch: int,
     ) -> None:
-        """Load a bundle. The errors are those of `EngineChoice.load`."""
+        """Load a bundle on a backend.
+
+        Raises:
+            BundleError: the bundle cannot be read, or lacks the precision or the input size.
+            BackendError: the backend does not run on this machine, or does not support `max_batch`.
+        """
         from ...serving.backends.loading import load_backend
 
         manifest = read_manifest(bundle)
@@ -148,7 +153,10 @@ class BundleRunner:
             raise BundleError(f"{bundle} has no input size {bucket}; choose from {sizes}")
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return a `BatchRun` for device memory, if supported, and then one for host memory."""
+        """Return one `BatchRun` of images [B, 3, H, W] with input and output in host memory.
+
+        If the backend supports data in device memory, a `BatchRun` for that comes first.
+        """
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)
         infer = functools.partial(backend.infer, bucket, images, sizes)
@@ -248,7 +256,7 @@ class TorchRunner:
 
 
 def runner_from_checkpoint(checkpoint: "Checkpoint", precision: Precision) -> TorchRunner:
-    """Return a runner of this project's eager model."""
+    """Return a runner of a checkpoint's model in PyTorch eager mode."""
     import torch
 
     model = checkpoint.build_model()

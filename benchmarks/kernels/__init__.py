@@ -1,4 +1,4 @@
-"""Command `maskrcnn bench kernels` and its record: times of CUDA kernels and of baselines."""
+"""`maskrcnn bench kernels`: times of the CUDA kernels and of other implementations."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -90,7 +90,10 @@ def kernels(names: tuple[str, ...], json_path: Path | None, output: Path | None)
 
 
 def kernels_record(results: Sequence["KernelResult"]) -> Record:
-    """Return a record of kernel results, at least one. All must be measured on the same GPU."""
+    """Return the tables, plots and notes of one run of the kernel benchmark.
+
+    `results` must have at least one item. All must be measured on the same GPU.
+    """
     limits = dict.fromkeys((result.kernel, result.limit) for result in results)
     copying = format_significant(results[0].copy_gigabytes_per_second)
     bars = [

@@ -70,7 +70,7 @@ def pooling_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def gradient_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `pyramid_roi_align_backward` with the features and RoIs of `pooling_cases`."""
+    """Yield cases of `pyramid_roi_align_backward` with the input sizes of `pooling_cases`."""
     for size, features, rois, attributes, torchvision, _ in _pooling_inputs(workload):
         grad = torch.ones_like(pyramid_roi_align(features, rois, *attributes))
         run = partial(pyramid_roi_align_backward, grad, features, rois, *attributes)
@@ -124,7 +124,7 @@ KERNEL_CASES: dict[str, Callable[[Workload], Iterator[KernelCase]]] = {
 
 
 def working_cases(workload: Workload, kernels: Iterable[str]) -> Iterator[KernelCase]:
-    """Yield the benchmark cases of several kernels, and create tensors only on demand."""
+    """Yield the benchmark cases of `kernels`. A case's tensors are created when it is reached."""
     for kernel in kernels:
         yield from KERNEL_CASES[kernel](workload)
 

@@ -56,7 +56,7 @@ def crop_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def polygon_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `mask_targets_from_polygons`: one polygon per instance."""
+    """Yield a case of `mask_targets_from_polygons`: targets of RoIs, one polygon per instance."""
     count, rois, owners = _instances_and_rois(workload)
     angles = torch.arange(_CORNERS, device=workload.device) * math.tau / _CORNERS
     unit = workload.height / 8

@@ -157,7 +157,7 @@ def kernel_case(
 ) -> KernelCase:
     """Return a benchmark case of a kernel.
 
-    The kernel runs once, because the size of its outputs is part of its memory traffic.
+    The kernel is run once to get the size of its outputs, which counts as memory traffic.
 
     Args:
         kernel: name of the kernel.

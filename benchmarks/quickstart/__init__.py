@@ -258,10 +258,10 @@ def _measure_server(bundle: Path, images: Path) -> "list[ServeResult]":
 def _metrics_from(
     checkpoint: Path, infer_results: "list[InferResult]", serve_results: "list[ServeResult]"
 ) -> dict[str, float]:
-    """Return the COCO metrics that a checkpoint contains, and the results of two benchmarks.
+    """Return one dict of a checkpoint's COCO metrics, and of speeds in two benchmarks.
 
-    Keys of the inference benchmark are names such as `infer/batch_1/images_per_second`. Keys of
-    the serving benchmark are names such as `serve/clients_1/p50_ms`.
+    The results of the inference benchmark have keys such as `infer/batch_1/images_per_second`, and
+    those of the serving benchmark have keys such as `serve/clients_1/p50_ms`.
     """
     from ...model.checkpoint import load_checkpoint
 

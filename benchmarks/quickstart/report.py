@@ -174,7 +174,7 @@ def _ground_truth_of(record: ImageRecord, dataset: CocoDataset) -> Detections:
 
 
 def _enlarged(detections: Detections) -> Detections:
-    """Return the detections with scores above `_MIN_SCORE`, scaled to the enlarged image."""
+    """Select detections with scores above `_MIN_SCORE`, and scale them by `_ENLARGEMENT`."""
     indices = np.flatnonzero(detections.scores > _MIN_SCORE)
     rles = detections.rles or ()
     masks = [
@@ -194,7 +194,7 @@ def _enlarged(detections: Detections) -> Detections:
 
 
 def next_commands(bundle: Path) -> dict[str, str]:
-    """Return commands to type after a quickstart. The keys are the commands' purposes."""
+    """Return the commands to suggest after a quickstart, with their purposes as keys."""
     program = shlex.quote(_program())
     return {
         "To train on your own images (COCO, Roboflow, CVAT, LabelMe or YOLO)": (

@@ -155,7 +155,7 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse_serve_options(model: str, options: Sequence[str]) -> "ServeConfig":
-    """Return the server configuration that options of `maskrcnn serve` give.
+    """Parse options of `maskrcnn serve`, and return the server configuration.
 
     Raises:
         click.UsageError: an option is invalid.

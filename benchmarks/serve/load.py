@@ -138,7 +138,7 @@ def arrival_times(load: OpenLoop, share: ClientLoad) -> list[float]:
 
     Args:
         load: total rate of all client processes, and whether times are random or equally spaced.
-        share: share of the process, with its index and the time window.
+        share: settings of the client process: its index, number of processes, time window and seed.
     """
     window = share.window
     if load.arrivals == "constant":

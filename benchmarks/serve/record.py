@@ -185,8 +185,9 @@ def _latency_goal(
 ) -> str:
     """Return sentences on latency, refused requests and server memory under an open loop.
 
-    The latency goal depends on `best`, the fastest closed-loop result, and on the server's option
-    `--max-delay-ms`. If `max_delay_ms` is None, the latency is not compared with a goal.
+    `best` is the fastest closed-loop result. The latency is compared with a goal only if
+    `max_delay_ms`, the server's option `--max-delay-ms`, is not None, and the open loop's rate is
+    below the throughput of `best`.
     """
     refused = result.refused_requests
     refusal = f"{refused} of {refused + result.requests} refused"
@@ -210,7 +211,11 @@ def _latency_goal(
 
 
 def serve_plots(results: Sequence[ServeResult], bulk: BulkResult | None) -> PlotGrid:
-    """Return the plots of throughput, latency and stages. `bulk` is that of `serve_record`."""
+    """Return the plots of throughput, latency, and time of a request by stage.
+
+    `bulk` is a result of prediction without a server. Unless it is None, its throughput of the
+    model step alone is drawn as a line.
+    """
     own = own_results(results)
     closed, streamed = (closed_loops(own, streamed=streamed) for streamed in (False, True))
     opened = [r for r in own if isinstance(r.load, OpenLoop)]

@@ -34,7 +34,7 @@ STAGES = tuple(field.name for field in fields(RequestTimes))
 
 @dataclass(frozen=True)
 class Refusals:
-    """Number and latency of the requests that failed with one gRPC status."""
+    """Number and latency of the requests that failed with one gRPC or HTTP status."""
 
     # Name of the gRPC status.
     status: str
@@ -82,12 +82,12 @@ class ServeResult:
 
     @property
     def refused_requests(self) -> int:
-        """Number of requests due within the window that ended without detections."""
+        """Number of requests, due within the measurement, that ended without detections."""
         return sum(refusals.requests for refusals in self.refusals)
 
     @property
     def server_memory_mib(self) -> tuple[float, float] | None:
-        """Server's median memory in MiB in the first and in the last fifth of the window.
+        """Server's median memory in MiB in the first and in the last fifth of the measurement.
 
         None: the server's memory was not measured.
         """
@@ -115,7 +115,8 @@ def result_from_logs(
         server: Resource use of the server during the measurement. None: it is unknown.
 
     Raises:
-        NoAnswerError: no request was answered with detections.
+        NoAnswerError: no request due within the measurement was answered with detections, or no
+            detections arrived within the measurement.
     """
     seconds = window.end - window.start
     requests = [request for log in logs for request in log.requests]

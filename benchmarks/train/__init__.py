@@ -1,4 +1,4 @@
-"""Command `maskrcnn bench train` and its record: training speed and losses by precision."""
+"""`maskrcnn bench train`: training speed and losses by precision."""
 
 import statistics
 from collections import defaultdict
@@ -130,7 +130,10 @@ def train(
 
 
 def train_record(results: Sequence[TrainResult]) -> Record:
-    """Return a record of training runs, at least one, all with the same number of steps."""
+    """Return the tables, plots and notes of one run of the training benchmark.
+
+    `results` must have at least one item. All runs must have the same number of steps.
+    """
     from ...model.losses import LOSS_NAMES
 
     first = results[0]

@@ -28,10 +28,10 @@ def builders_from_options(
     Args:
         bundle: folder of the bundle that will hold the engines.
         kinds: values of `--engine`, without `torch`.
-        for_triton: whether Triton will run the engines. If so, engines with plugins get a profile
-            for each batch size from 1 to the largest. The reasons: Triton does not pad batches, and
-            in an engine with plugins, each change of the batch size within a profile leaks memory
-            (https://github.com/NVIDIA/TensorRT/issues/4849).
+        for_triton: whether Triton Inference Server will run the engines. It does not pad batches,
+            and a TensorRT engine with plugins leaks memory if the batch size changes within a
+            profile (https://github.com/NVIDIA/TensorRT/issues/4849). Such engines therefore get a
+            profile for each batch size from 1 to the largest.
         choices: values of the other engine options. None or (): the option was not given.
 
     Raises:
@@ -57,7 +57,7 @@ def builders_from_options(
 
 
 def builder_for(kind: EngineKind, options: EngineOptions, log: BuildLog) -> EngineBuilder:
-    """Return a builder for one kind of engine.
+    """Return an engine builder for TensorRT or TensorRT-RTX, as `kind` selects.
 
     Raises:
         ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.

@@ -81,7 +81,7 @@ class EngineBuilder(ABC):
         self._compute_capabilities = self._target()
 
     def check(self, precisions: Sequence[Precision]) -> None:
-        """Raise EngineError if a target GPU does not compute in one of the precisions."""
+        """Raise EngineError if `precisions` contains fp8 and a target GPU does not support it."""
         old = [c for c in self._compute_capabilities if float(c) < _FP8_CAPABILITY]
         if "fp8" in precisions and old:
             raise EngineError(
@@ -149,7 +149,7 @@ class EngineBuilder(ABC):
 
     @abstractmethod
     def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
-        """Return the layers of the serialized engine `plan`, built from the ONNX file `model`."""
+        """Return the layers of the engine `plan`, built from `model`. Both are serialized."""
 
     def _requirements(self, has_plugins: bool) -> dict[str, Any]:
         """Return manifest fields that only this kind of engine has. The base class returns {}."""
@@ -168,7 +168,7 @@ class EngineBuilder(ABC):
     ) -> Any:
         """Build an engine, check its precision, and return it serialized.
 
-        Messages call the engine `name`.
+        `name` is the engine's name in log and error messages.
         """
         with self._current_gpu():
             return self._checked_plan(model, name, precision, progress)

@@ -50,10 +50,10 @@ class Layer:
 
     @property
     def compute_types(self) -> frozenset[str]:
-        """Floating-point types and int8 among the types of the layer's inputs.
+        """Input types that show in which precision the layer computes, such as `fp16` or `int8`.
 
-        Types of indices and booleans, and uint8 of images, are left out. If no input type remains,
-        the value is the type of the weights, or empty if that is unknown.
+        Types of indices, booleans and uint8 images are left out. If no input type remains, the set
+        contains the type of the weights, or is empty if that is unknown.
         """
         read = frozenset(t.dtype for t in self.inputs) & _ARITHMETIC
         return read or frozenset({self.weights_dtype}) & _ARITHMETIC
@@ -78,7 +78,7 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
       Transposed convolutions are not checked. In fp8, convolutions with fewer than 16 input
       channels, such as the first layer, are not checked either.
 
-    Messages call the engine `name`.
+    `name` is the engine's name in error messages.
 
     Raises:
         PrecisionError: a layer computes in another type, or `layers` has no convolution.
@@ -164,7 +164,8 @@ _LISTED_TENSOR = re.compile(
 def layers_from_listing(text: str) -> list[Layer]:
     """Parse the list of an engine's layers in TensorRT-RTX's build log, one layer per line.
 
-    This needs no GPU. `layers_from_json` gives the same layers, but needs a GPU to load the engine.
+    The log is available without a GPU. The input of `layers_from_json` is not, because it comes
+    from a loaded engine. The types of the weights stay unknown.
     """
     return [
         Layer(

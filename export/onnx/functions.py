@@ -1,9 +1,9 @@
 """ONNX function bodies of the custom operations, in standard operators of opset 18.
 
-A runtime without kernels for the nodes `maskrcnn::NmsKeep`, `maskrcnn::PyramidRoIAlign` and
-`maskrcnn::DecodeBoxes` inlines the bodies; a runtime with kernels ignores them. The operations are
-specified in `plugins/nms_keep/operation.py`, `plugins/pyramid_roi_align/operation.py` and
-`plugins/box_deltas/operation.py`.
+A runtime without kernels for the nodes `maskrcnn::NmsKeep`, `maskrcnn::PyramidRoIAlign`,
+`maskrcnn::SingleMapRoIAlign` and `maskrcnn::DecodeBoxes` inlines the bodies; a runtime with kernels
+ignores them. The operations are specified in `plugins/nms_keep/operation.py`,
+`plugins/pyramid_roi_align/operation.py` and `plugins/box_deltas/operation.py`.
 """
 
 import onnx

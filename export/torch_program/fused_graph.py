@@ -118,9 +118,10 @@ def fuse_blocks(program: ExportedProgram) -> None:
 
 
 def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return an operation and its arguments that replace two convolutions, or None.
+    """Return a fused operation and its arguments that replace two convolutions, or None.
 
-    None: no operation supports these convolutions.
+    If a kernel supports it, the operation also replaces the convolution in the shortcut. None: no
+    operation supports these convolutions.
 
     Args:
         last: `gemm_convolution` that ends a residual block and adds the residual.

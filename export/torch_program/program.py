@@ -98,7 +98,7 @@ class Compilation(NamedTuple):
 
 
 def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgram | None]:
-    """Compile programs for this machine's GPU, several at the same time.
+    """Compile programs in parallel for this machine's GPU, and write each to its path `compiled`.
 
     Returns:
         for each program, the manifest entry of the compiled program, or None if there is no GPU.

@@ -141,7 +141,7 @@ class CompiledProgram(_Record):
 
 
 class Artifact(_Record):
-    """File of a bundle: the model for one kind of runtime, one input size and one precision."""
+    """Manifest entry of a model file, exported for one runtime, input size and precision."""
 
     path: str
     sha256: str
@@ -169,7 +169,7 @@ class Artifact(_Record):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the artifact's files, relative to the bundle folder."""
+        """Paths of the exported file and its compiled program (if any), relative to the bundle."""
         compiled = () if self.compiled is None else (self.compiled.path,)
         return (self.path, *compiled)
 
@@ -186,7 +186,7 @@ class Provenance(_Record):
 
 
 class Manifest(_Record):
-    """Contents of a bundle (folder with an exported model), stored there as `manifest.json`."""
+    """Description of a bundle (folder with an exported model), stored in its `manifest.json`."""
 
     schema_version: Literal[1] = 1
     model_name: str = Field(pattern=MODEL_NAME)
@@ -225,16 +225,16 @@ class Manifest(_Record):
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """Precisions of the artifacts, in order of first appearance."""
+        """Precisions of the exported models, such as `fp16`, in order of first appearance."""
         return tuple(dict.fromkeys(artifact.precision for artifact in self.artifacts))
 
     def artifacts_for(
         self, precision: Precision, kind: ArtifactKind = "onnx"
     ) -> tuple[Artifact, ...]:
-        """Return the artifacts of a precision and a kind, one per shape bucket (input size).
+        """Return the exported models of a precision and a kind, such as `onnx`, one per input size.
 
         Raises:
-            BundleError: the bundle holds no such artifact.
+            BundleError: the bundle (exported model) has no model of this precision and kind.
         """
         chosen = tuple(a for a in self.artifacts if (a.precision, a.kind) == (precision, kind))
         if chosen:

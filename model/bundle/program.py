@@ -37,7 +37,9 @@ class Program:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs in the order of `OUTPUT_NAMES`. On a GPU, inputs must be contiguous.
+        """Return the number of detections and their boxes, scores, labels and masks.
+
+        `model/bundle/spec.py` specifies these outputs. On a GPU, inputs must be contiguous.
 
         Args:
             images: [B, 3, H, W] in the dtype of the exported program.
@@ -102,7 +104,7 @@ def load_exported_program(path: Path, device: torch.device) -> ExportedProgram:
     """Load an exported program onto a device.
 
     Raises:
-        BundleError: the file is damaged.
+        BundleError: the file is damaged, or was written by another version of torch.
     """
     with ignore_torch_warnings():
         try:

@@ -1,4 +1,6 @@
-"""Names and shapes shared by the model, the exported graph and the server. Does not import torch.
+"""Names and shapes of the inputs and outputs of the model, the exported graph and the server.
+
+This module does not import torch.
 
 Dimensions: B images, D detections, H x W pixels of a shape bucket (fixed input size), M x M samples
 of a mask. Boxes are xyxy in input pixels: pixels of the resized image before padding.

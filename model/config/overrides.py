@@ -10,7 +10,7 @@ from .strict_yaml import value_from_yaml
 
 
 class OverrideError(ValueError):
-    """An override is malformed, or sets a key such as `a.b` although `a` is not a section."""
+    """A configuration override is malformed, or sets a key `a.b` although `a` is not a section."""
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -19,8 +19,8 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
     The value of each override is parsed as YAML.
 
     Raises:
-        OverrideError: an override is not of the form `key.path=value`, or it sets a key such as
-            `a.b` although `a` is a value, not a section.
+        OverrideError: an override is not of the form `key.path=value`, its value is not valid YAML,
+            or it sets a key such as `a.b` although `a` is a value, not a section.
     """
     result = dict(values)
     for override in overrides:

@@ -99,7 +99,7 @@ _SIGNS = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}", "multiple_of
 
 
 def _kind(annotation: Any) -> str:
-    """Describe an annotated type in words, such as `list of 3 numbers`."""
+    """Describe a type annotation in words, such as `list of 3 numbers`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(args[0])

@@ -146,7 +146,11 @@ class _Download:
     on_progress: ByteProgress
 
     def run(self) -> None:
-        """Make attempts until the file is complete. Raise DownloadError if no retries are left."""
+        """Download the missing bytes, with retries, until the file is complete.
+
+        Raises:
+            DownloadError: no retries are left, or a retry cannot help, such as on a full disk.
+        """
         retrying = Retrying(
             retry=retry_if_exception_type(_TRANSIENT),
             stop=stop_after_attempt(1 + self.policy.retries),
@@ -180,7 +184,7 @@ class _Download:
         return f"{size} bytes are kept; run the same command again to resume"
 
     def _advance(self, client: httpx.Client) -> bool:
-        """Make one attempt. Return whether the file is complete.
+        """Make one download attempt. Return whether the file is complete.
 
         If the attempt fails after it has received `_MIN_ATTEMPT_BYTES` or more, return False, so
         that the next attempt does not count as a retry. If it fails earlier, raise its error.

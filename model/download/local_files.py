@@ -79,7 +79,7 @@ class RemoteVersion(FrozenConfig):
         return self.etag or self.last_modified
 
     def agrees_with(self, other: "RemoteVersion") -> bool:
-        """Whether the two versions differ in no header. A header that one lacks is ignored."""
+        """Whether the two versions are equal in all those headers that both of them have."""
         pairs = ((getattr(self, key), getattr(other, key)) for key in RemoteVersion.model_fields)
         return all(mine == theirs or None in (mine, theirs) for mine, theirs in pairs)
 
@@ -111,13 +111,16 @@ class PartialFile:
         self._version_path.write_text(version.model_dump_json())
 
     def publish(self, path: Path) -> None:
-        """Flush the partial file to the disk, rename it to `path`, and delete its version file."""
+        """Flush the partial file to the disk, and rename it to `path`.
+
+        The JSON file with the version of the remote file is deleted.
+        """
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
         self.path.replace(path)
         self.remove()
 
     def remove(self) -> None:
-        """Delete the partial file, and the file that records its version on the server."""
+        """Delete the partial file, and the JSON file with the version of the remote file."""
         self.path.unlink(missing_ok=True)
         self._version_path.unlink(missing_ok=True)

@@ -88,9 +88,9 @@ def _export(
     engines: Sequence[str],
     buckets: Sequence[ShapeBucket],
 ) -> None:
-    """Export a bundle in another process.
+    """Export a model to the folder `bundle` in a child process.
 
-    A server or a benchmark then holds neither torch nor the weights in its own memory.
+    The calling process, such as a server, then does not load torch and the weights.
     """
     command = [sys.executable, "-m", "maskrcnn_trt", "export", reference, "-o", str(bundle)]
     for option, values in {

@@ -83,8 +83,9 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
         Report of the tensors that were loaded, kept and ignored.
 
     Raises:
-        CheckpointError: the file cannot be downloaded or read, or its weights need another model
-            configuration.
+        CheckpointError: the file cannot be read, or its weights need another model configuration.
+        ZooError: no published model has this name, or this program does not support the model.
+        DownloadError: the download failed, or the file has another checksum.
     """
     weights = read_reference(source)
     _check_conventions(source, weights, model.config)
@@ -131,7 +132,9 @@ def build_model(
         num_classes: number of foreground classes of a model with random weights.
 
     Raises:
-        CheckpointError: the weights cannot be downloaded or read, or are for another backbone.
+        CheckpointError: the weights cannot be read, or are for another backbone.
+        ZooError: no published model has this name, or this program does not support the model.
+        DownloadError: the download failed, or the file has another checksum.
     """
     if source is None:
         values = {"num_classes": num_classes, "backbone": {"name": name, "features": features}}

@@ -79,7 +79,8 @@ def rename_tensors(
         tensors by this model's names, and the names of the ignored tensors in the file.
 
     Raises:
-        WeightsError: a tensor that may affect detections has no counterpart in this model.
+        WeightsError: a tensor that may affect detections has no counterpart in this model, or two
+            different tensors have the same one.
     """
     tensors: dict[str, Tensor] = {}
     ignored, unknown = [], []

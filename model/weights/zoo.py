@@ -105,7 +105,7 @@ _UNSUPPORTED: Final = {
 
 
 class ZooError(Exception):
-    """A model zoo does not contain a model, or this program does not support the model."""
+    """The model zoo lacks the requested model, or this program does not support the model."""
 
 
 @dataclass(frozen=True, kw_only=True)

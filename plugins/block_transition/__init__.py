@@ -1,4 +1,4 @@
-"""`maskrcnn::block_transition`: end of a residual block, and first convolution of the next one."""
+"""`maskrcnn::block_transition`: fused end of a residual block and start of the next one."""
 
 from .operation import block_transition, can_fuse_transition
 

@@ -71,7 +71,10 @@ def block_transition_launch(pixels: int, multiprocessors: int) -> Launch:
 
 
 def _shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> int:
-    """Return the shared memory of a thread block in bytes: all weights, and 16 pixels per warp."""
+    """Return the shared memory of a thread block in bytes: all weights, and 16 pixels per warp.
+
+    The arguments are those of `fits_shared_memory`.
+    """
     weights = outputs * (channels + shortcut + reduced)
     pixels = _TILE * _THREADS // _WARP * (channels + (shortcut or outputs))
     return 2 * (weights + pixels)

@@ -1,4 +1,4 @@
-"""`maskrcnn::block_transition`: end of a residual block, and first convolution of the next one.
+"""`maskrcnn::block_transition`: fused end of a residual block and start of the next one.
 
 Contract of all implementations: the result of a residual block's last convolution and the block's
 shortcut are added. The sum passes a ReLU and is rounded to the data type of the tensors. The first
@@ -55,7 +55,7 @@ def block_transition(
 ) -> tuple[Tensor, Tensor]:
     """Compute the output of a residual block, and the first convolution of the next block.
 
-    All convolutions are 1x1. The operation has no gradient.
+    All convolutions are 1x1. Both results pass a ReLU. The operation has no gradient.
 
     Args:
         images: [B, C, H, W], input of the block's last convolution; on a GPU float16 or bfloat16.

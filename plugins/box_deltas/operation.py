@@ -111,7 +111,7 @@ def decode_boxes(
 
 
 def are_large(boxes: Tensor, min_side: float) -> Tensor:
-    """Return whether boxes [B, K, 4] have sides of at least `min_side` and above 0: [B, K] bool."""
+    """Return which boxes [B, K, 4] have both sides above 0 and at least `min_side`: [B, K] bool."""
     sides = boxes[..., 2:] - boxes[..., :2]
     return ((sides >= min_side) & (sides > 0)).all(dim=-1)
 

@@ -42,7 +42,7 @@ class Algorithm(ctypes.Structure):
 
 
 class Product:
-    """Matrix products of one shape, and the algorithms that cuBLASLt has for them."""
+    """cuBLASLt descriptors and algorithms for matrix products of one shape and dtype."""
 
     # cuBLASLt's matrices are column-major. Its first operand is `weight`, transposed, its second is
     # `rows`, and its result is the transpose of `output`.
@@ -131,9 +131,10 @@ class Product:
     ) -> None:
         """Queue the product in the current stream. It writes its result to `output`.
 
-        All tensors must be contiguous and have the dtype given to the constructor. `rows` is
-        [count, inputs], `weight` [outputs, inputs], `bias` [outputs]; `residual` and `output` are
-        [count, outputs].
+        The product is `rows @ weight.T + bias + residual`, followed by the constructor's optional
+        ReLU. `algorithm` is one of `algorithms`. All tensors must be contiguous and have the dtype
+        given to the constructor. `rows` is [count, inputs], `weight` [outputs, inputs], `bias`
+        [outputs]; `residual` and `output` are [count, outputs].
 
         Raises:
             UnsupportedError: the algorithm does not support the tensors. Nothing is queued then.

@@ -25,9 +25,10 @@ def launch_expand_reduce(
     output: Tensor,
     reduced: Tensor,
 ) -> None:
-    """Queue the Triton kernel of `expand_reduce`. It writes its results to `output` and `reduced`.
+    """Queue the Triton kernel of `expand_reduce`, which writes to `output` and `reduced`.
 
-    Both are channels-last. The other arguments are those of `expand_reduce`.
+    `output` [B, N, H, W] and `reduced` [B, M, H, W] must be channels-last. The other arguments are
+    those of `expand_reduce`.
     """
     batch, channels, rows, columns = images.shape
     images, residual = (x.contiguous(memory_format=torch.channels_last) for x in (images, residual))

@@ -59,10 +59,10 @@ def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) 
 
 
 class Choices:
-    """Indices of chosen implementations by name, kept in a file."""
+    """Indices of the fastest implementations by name of the operation, kept in a JSON file."""
 
     def __init__(self, path: Path) -> None:
-        """Read the choices in the JSON file `path`. If it is missing or damaged, there are none."""
+        """Load the JSON file `path`. If it is missing or damaged, start with an empty record."""
         self._path = path
         self._indices = self._read()
 
@@ -73,7 +73,7 @@ class Choices:
         return self._indices[name]
 
     def add(self, name: str, index: int) -> None:
-        """Add a choice, and write all choices to the file."""
+        """Record `index` as the fastest implementation for `name`, and rewrite the file."""
         # Another process may have written choices meanwhile.
         self._indices = {**self._read(), **self._indices, name: index}
         write_cached(self._path, json.dumps(self._indices).encode())
@@ -88,7 +88,7 @@ class Choices:
 
 @functools.cache
 def _choices_of(device: int) -> Choices:
-    """Return the choices for a GPU. They are shared by GPUs of the same name."""
+    """Return the record of the fastest implementations on a GPU. GPUs of one model share it."""
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     versions = torch.__version__, torch.version.cuda, cudnn, torch.cuda.get_device_name(device)
     digest = hashlib.sha256(repr(versions).encode()).hexdigest()
@@ -96,7 +96,7 @@ def _choices_of(device: int) -> Choices:
 
 
 def _milliseconds(run: Callable[[], Tensor]) -> float:
-    """Return the duration of `_RUNS` runs in milliseconds. Infinity: the implementation failed."""
+    """Return the GPU time of `_RUNS` calls of `run` in milliseconds. Infinity: `run` failed."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     stream.wait_stream(current)

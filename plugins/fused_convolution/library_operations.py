@@ -1,8 +1,8 @@
-"""`maskrcnn::cudnn_convolution` and `maskrcnn::gemm_convolution`: convolutions by libraries.
+"""`maskrcnn::cudnn_convolution` and `maskrcnn::gemm_convolution`, computed by NVIDIA libraries.
 
-On a GPU, cuDNN and cuBLASLt add the bias and the residual map, and apply the ReLU, before they
-write the result. In torch, these steps would be separate passes over memory. The operations have
-no gradient.
+On a GPU, cuDNN or cuBLASLt adds the bias and applies the ReLU before it writes the result.
+`gemm_convolution` also adds a residual map. In torch, these steps would be separate passes over
+memory. The operations have no gradient.
 """
 
 from collections.abc import Callable

@@ -183,7 +183,7 @@ def _pointwise_convolution(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Multiply pixels [pixels, CHANNELS] by the transpose of the weight [OUTPUTS, CHANNELS].
+    """Multiply pixels [pixels, CHANNELS] by the weight [OUTPUTS, CHANNELS].T, and add the bias.
 
     A thread block computes one tile of the result. If RESIDUAL, add the residual map. If SHIFT, the
     residual has half the output's height and width, and each of its pixels is added to 2x2 pixels.

@@ -1,4 +1,4 @@
-"""`maskrcnn::grid_anchors`: anchor boxes of all cells of a map or of a feature pyramid."""
+"""`maskrcnn::grid_anchors`: anchor boxes of all cells of one or more feature maps."""
 
 from .operation import grid_anchors, grid_anchors_in_torch
 

@@ -1,4 +1,4 @@
-"""`maskrcnn::grid_anchors`: anchor boxes of all cells of a map or of a feature pyramid.
+"""`maskrcnn::grid_anchors`: anchor boxes of all cells of one or more feature maps.
 
 Contract of all implementations, whose results are equal bit for bit: the anchors of cell (row,
 column) are the map's base anchors, shifted by (row, column) times the map's stride in pixels.
@@ -18,7 +18,7 @@ from .kernel import MAX_LEVELS, grid_anchors_kernel, grid_anchors_launch
 def grid_anchors_in_torch(
     cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]
 ) -> Tensor:
-    """Return the anchors of all cells in the order of the region proposal network's outputs.
+    """Return the anchors of all cells, ordered by feature map, row, column and index in the cell.
 
     This is the CPU implementation of `maskrcnn::grid_anchors`. Exporters trace this function.
 
@@ -77,7 +77,7 @@ def _(cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]) -> 
 
 
 def _maps(steps: Sequence[int], grid_sizes: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Return (vertical step, horizontal step, rows, columns) of each map."""
+    """Combine flat lists to (vertical stride, horizontal stride, rows, columns) per feature map."""
     return list(zip(steps[::2], steps[1::2], grid_sizes[::2], grid_sizes[1::2], strict=True))
 
 

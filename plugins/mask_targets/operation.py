@@ -32,7 +32,7 @@ def mask_targets_from_crops(masks: Tensor, boxes: Tensor, matched: Tensor, side:
         side: height and width M of a target.
 
     Returns:
-        [B, K, M, M] float32.
+        [B, K, M, M] float32, the mask's average in each cell.
     """
     targets = torch.zeros(*matched.shape, side, side)
     instances = masks.shape[1]
@@ -80,7 +80,7 @@ def mask_targets_from_rle(
         side: height and width M of a target.
 
     Returns:
-        [K, M, M] float32.
+        [K, M, M] float32, the mask's average in each cell.
     """
     targets = torch.zeros(len(matched), side, side)
     for owner, members in rois_by_owner(boxes, matched, len(sizes)):

@@ -64,7 +64,7 @@ def paste_rle(
         including runs beyond the capacity.
 
     Raises:
-        ValueError: the rule is unknown or, on a GPU, an argument has another dtype or shape than
+        ValueError: `paste` is unknown or, on a GPU, an argument has another dtype or shape than
             documented.
     """
     exact = _is_exact(paste)

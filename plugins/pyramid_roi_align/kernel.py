@@ -104,7 +104,7 @@ def pyramid_roi_align_launch(
 def backward_launch(
     kernel: Kernel, batch: int, rois: int, channels: int, sizes: Sequence[tuple[int, int]]
 ) -> Launch:
-    """Return the grid, block and scalar arguments of the backward kernel.
+    """Return the grid, block and scalar arguments of `kernel`, a result of `backward_kernel`.
 
     B is `batch`, R is `rois` (number of RoIs per image), C is `channels`, P is the side of the
     pooled features, and (H_l, W_l) is the entry of `sizes` for level l. The kernel takes the
@@ -137,7 +137,7 @@ def _constants(
 
 
 def _variants(pooling: Pooling, *feature_types: str) -> tuple[Kernel, ...]:
-    """Return both kernels for each feature type, for channels-last maps with 256 channels."""
+    """Return a forward and a backward kernel per feature type, for 256 channels, channels-last."""
     forward = (
         forward_kernel(pooling, kind, 256, channels_last=True, pooled_channels_last=True)
         for kind in feature_types

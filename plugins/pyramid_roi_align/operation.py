@@ -5,8 +5,8 @@ Contract of all implementations: the level of a RoI of width w and height h is
 et al., Feature Pyramid Networks, eq. 1). Pooling is torchvision's RoIAlign (He et al., Mask R-CNN).
 With `aligned=False`, a RoI side below one feature cell is enlarged to one cell. With
 `aligned=True`, no RoI is enlarged, and coordinates are shifted by half a cell. The pooled features
-of a RoI are zero if its area is NaN, or if a pooled cell spans 2 ** 24 feature cells or more. Sums
-are computed in float32, or in float64 for float64 features.
+of a RoI are zero if its area is NaN or negative, or if a pooled cell spans 2 ** 24 feature cells or
+more. Sums are computed in float32, or in float64 for float64 features.
 """
 
 from collections.abc import Sequence
@@ -282,8 +282,8 @@ def _roi_levels(
 ) -> Tensor:
     """Return the index of the pyramid level of each RoI [..., 4], as [...] int64. 0: the finest.
 
-    The index is -1, and the pooled features are 0, if the RoI is NaN or a pooled cell spans 2 ** 24
-    feature cells or more. A RoI has `output_size` pooled cells per axis.
+    The index is -1, and the pooled features are 0, if the RoI's area is NaN or negative, or if a
+    pooled cell spans 2 ** 24 feature cells or more. A RoI has `output_size` pooled cells per axis.
     """
     finest = finest_level(spatial_scales)
     coarsest = finest + len(spatial_scales) - 1

@@ -18,7 +18,10 @@ RESIZE_PAD = Kernel("resize_pad/resize_pad.cu", "resize_pad", _CONSTANTS)
 
 
 def table_shape(images: int, taps: int, places: int) -> tuple[int, int, int, int]:
-    """Return the shape of the int32 table of weights: image, axis, entry, place on the axis.
+    """Return the shape [images, 2, 2 + taps, places] of the int32 table of resampling weights.
+
+    The second axis selects rows or columns, the last one a row or column of the resized image. The
+    third axis holds the index of its first source row or column, their number, and their weights.
 
     Args:
         images: Number of images.
@@ -33,8 +36,8 @@ def resize_weights_launch(images: int, taps: int, places: int) -> Launch:
 
     The input is a table [images, 9] int64. A row holds the GPU address of a uint8 image, its
     strides in bytes by channel, row and column, its height and width, its height and width after
-    resizing, and whether it is resized along its columns first. The output is the table of weights;
-    the arguments are those of `table_shape`.
+    resizing, and whether it is resized vertically first. The output is the table of resampling
+    weights, whose shape `table_shape` returns for the same arguments.
     """
     grid = ((places + _WEIGHT_THREADS - 1) // _WEIGHT_THREADS, 2, images)
     return Launch(grid, (_WEIGHT_THREADS, 1, 1), (taps, places))
@@ -43,8 +46,8 @@ def resize_weights_launch(images: int, taps: int, places: int) -> Launch:
 def resize_pad_launch(images: int, taps: int, places: int, height: int, width: int) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `RESIZE_PAD`.
 
-    The inputs are the input and the output of `RESIZE_WEIGHTS`. The output is the padded batch
-    [images, 3, height, width] uint8.
+    The inputs are the input and the output of `RESIZE_WEIGHTS`, with the same `taps` and `places`.
+    The output is the padded batch [images, 3, height, width] uint8.
     """
     grid = (
         (width + _BLOCK_WIDTH - 1) // _BLOCK_WIDTH,

@@ -108,16 +108,17 @@ def _checked_sizes(
 
 
 def _is_vertical_first(image: Tensor, size: tuple[int, int]) -> bool:
-    """Whether Pillow resizes an image along its columns before its rows.
+    """Return whether Pillow resizes an image to `size` vertically first, then horizontally.
 
-    Pillow 13 does so if it reduces the height by more than twice as many pixels as the width.
+    Pillow 13 does so if it removes rows, and more than twice as many rows as columns. Older
+    versions never do so.
     """
     rows, columns = (old - new for old, new in zip(image.shape[1:], size, strict=True))
     return _PILLOW_CHOOSES_ORDER and rows > max(0, 2 * columns)
 
 
 def _taps(image: Tensor, size: tuple[int, int]) -> int:
-    """Return an upper bound of the source pixels per resized pixel along an axis."""
+    """Return an upper bound for the number of source pixels per resized pixel along an axis."""
     scale = max(1.0, *(old / new for old, new in zip(image.shape[1:], size, strict=True)))
     return 2 * math.ceil(scale) + 1
 

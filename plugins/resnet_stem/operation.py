@@ -48,7 +48,9 @@ def _weight_from_arranged(arranged: Tensor) -> Tensor:
 def resnet_stem(
     images: Tensor, image_sizes: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, std: Tensor
 ) -> Tensor:
-    """Compute the input of a ResNet's first residual stage. The operation has no gradient.
+    """Apply normalisation and a ResNet's first convolution, ReLU and max pooling.
+
+    The operation has no gradient.
 
     Args:
         images: [B, 3, H, W] RGB in 0..255, uint8 or float32.

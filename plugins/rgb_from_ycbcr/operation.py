@@ -157,7 +157,10 @@ def _upsampled(chroma: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _doubled(samples: Tensor, axis: int, places: Tensor, interpolated: bool) -> Tensor:
-    """Return samples at twice the resolution along an axis, multiplied by 4 if interpolated."""
+    """Upsample by two along an axis, at the output indices `places`.
+
+    If `interpolated`, interpolate linearly and multiply the result by 4. Otherwise repeat samples.
+    """
     nearest = samples.index_select(axis, places // 2)
     if not interpolated:
         return nearest

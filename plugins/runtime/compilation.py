@@ -112,8 +112,8 @@ def nvrtc_cuda_version() -> int:
 def newest_supported_architecture(architecture: int) -> int:
     """Return the newest architecture, at most `architecture`, that the installed NVRTC supports.
 
-    If NVRTC supports only newer architectures, return `architecture`. Compilation for it then
-    raises an error.
+    Architectures are compute capabilities times ten. If NVRTC supports only newer architectures,
+    return `architecture`. Compilation for it then raises an error.
     """
     # A GPU that is newer than the compiler runs the PTX of this architecture.
     return max((a for a in supported_architectures() if a <= architecture), default=architecture)
@@ -121,7 +121,7 @@ def newest_supported_architecture(architecture: int) -> int:
 
 @functools.cache
 def supported_architectures() -> tuple[int, ...]:
-    """Return the architectures that the installed NVRTC supports, in ascending order."""
+    """Return the compute capabilities that NVRTC supports, times ten, in ascending order."""
     return tuple(_checked(nvrtc.nvrtcGetSupportedArchs()))
 
 
@@ -193,7 +193,7 @@ def _compile(kernel: Kernel, options: tuple[str, ...], code: Code) -> bytes:
 
 
 def _output(program: nvrtc.nvrtcProgram, name: str) -> bytes:
-    """Return an output of the compiler: `CUBIN`, `PTX` or `ProgramLog`."""
+    """Return an output of a compiled NVRTC program: `name` is `CUBIN`, `PTX` or `ProgramLog`."""
     # NVRTC fills the buffer, although `bytes` are immutable in Python.
     buffer = bytes(_checked(getattr(nvrtc, f"nvrtcGet{name}Size")(program)))
     _checked(getattr(nvrtc, f"nvrtcGet{name}")(program, buffer))

@@ -1,4 +1,4 @@
-"""Command-line type for compute capabilities of GPUs."""
+"""Type of click options whose value is a compute capability of a GPU."""
 
 import re
 
@@ -6,7 +6,7 @@ import click
 
 
 class CapabilityType(click.ParamType[str]):
-    """Option type of a compute capability such as `8.9`."""
+    """Type of click options whose value is a compute capability such as `8.9`."""
 
     name = "X.Y"
 

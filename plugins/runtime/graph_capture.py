@@ -24,7 +24,7 @@ _ALIGNMENT = 256
 
 
 class _SharedWorkspace(threading.local):
-    """Memory that workspaces share while the current thread captures a CUDA graph."""
+    """Memory for small cuDNN and cuBLASLt workspaces in the CUDA graph that a thread captures."""
 
     # [`_SHARED`] uint8. None: the thread does not capture a graph.
     memory: Tensor | None = None
@@ -36,9 +36,9 @@ _shared = _SharedWorkspace()
 
 
 def workspace(size: int, device: torch.device) -> Tensor:
-    """Return a workspace [n] uint8 of at least `size` bytes for one library call.
+    """Return a workspace [n] uint8 of at least `size` bytes for one call of cuDNN or cuBLASLt.
 
-    The library call must be queued in the current stream.
+    The call must be queued in the current stream.
     """
     memory, begin, size = _shared.memory, _shared.used, max(1, size)
     if memory is None or memory.device != device or size > min(_LARGEST, _SHARED - begin):
@@ -53,9 +53,9 @@ def captured_graph(
 ) -> tuple[torch.cuda.CUDAGraph, _Result]:
     """Capture a function as a CUDA graph. A replay zeroes all small workspaces by one memset.
 
-    A workspace is small if it has at most 16 KiB and fits into the 1 MiB that the graph's
-    workspaces share. The memsets by which libraries zero small workspaces are removed from the
-    graph.
+    A workspace of cuDNN or cuBLASLt is small if it has at most 16 KiB and fits into the 1 MiB that
+    the graph's workspaces share. The memsets by which these libraries zero small workspaces are
+    removed from the graph.
 
     Args:
         function: function that queues work in the current stream. This work is captured.

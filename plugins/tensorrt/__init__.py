@@ -1,1 +1,1 @@
-"""TensorRT plugins made of the CUDA kernels."""
+"""TensorRT plugins that run this package's CUDA kernels."""

@@ -162,7 +162,7 @@ def _attributes(plugin: Plugin, values: Sequence[NDArray[Any]]) -> dict[str, Any
 def _signed(
     function: Callable[..., Any], parameters: Mapping[str, Any], returns: Any
 ) -> Callable[..., Any]:
-    """Wrap a function. TensorRT reads parameter names and types from the wrapper's signature.
+    """Wrap a function, and set the wrapper's signature, from which TensorRT reads names and types.
 
     If the function raises an exception, the exception is recorded for `plugin_errors` and raised
     again.

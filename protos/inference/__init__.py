@@ -1,1 +1,1 @@
-"""Code for the gRPC service of the Open Inference Protocol v2, with extensions of Triton."""
+"""Generated gRPC code of the Open Inference Protocol v2 with Triton's extensions."""

@@ -35,8 +35,8 @@ class ModelOutputs(NamedTuple, Generic[Array]):
     """Outputs of the model for B images, in the order of `model.bundle.spec.OUTPUT_NAMES`.
 
     Each tensor except `num_detections` has D rows per image, where D is `max_detections` in the
-    bundle's manifest: first the `num_detections[image]` detections, then padding. A mask has
-    M x M probabilities that cover the detection's box; M is the manifest's `mask_side`.
+    exported model's manifest: first the `num_detections[image]` detections, then padding. A
+    mask has M x M probabilities that cover the detection's box; M is the manifest's `mask_side`.
     """
 
     # [B] int64.
@@ -73,7 +73,7 @@ def black_batch(bucket: ShapeBucket, count: int) -> tuple[NDArray[np.uint8], NDA
 
 
 def check_outputs(outputs: ModelOutputs[Any], manifest: Manifest) -> None:
-    """Check that the masks have the shape that the bundle's manifest states.
+    """Check that output masks have the shape that the exported model's manifest states.
 
     Only shapes are compared, so each batch can be checked without a copy to the host.
 
@@ -98,11 +98,11 @@ def wait_until(is_done: Callable[[], bool]) -> None:
 
 
 class Backend(Protocol):
-    """Interface of all inference backends. A backend runs a bundle's model in one precision."""
+    """Interface of all inference backends. A backend runs an exported model in one precision."""
 
     @property
     def name(self) -> str:
-        """Value of --backend that selects this backend."""
+        """Value of the command-line option `--backend` that selects this backend."""
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -138,6 +138,7 @@ class Backend(Protocol):
             Outputs for the B images, in host memory.
 
         Raises:
+            BackendError: the batch is too large, memory runs out, or the runtime fails.
             BundleError: the output masks do not have the shape that the bundle's manifest states.
         """
 
@@ -164,5 +165,6 @@ class DeviceBackend(Backend, Protocol[Array]):
             New tensors on the device, valid once the stream has run the queued work.
 
         Raises:
+            BackendError: the batch is too large, memory runs out, or the runtime fails.
             BundleError: the output masks do not have the shape that the bundle's manifest states.
         """

@@ -1,4 +1,4 @@
-"""`GpuDriver` implemented with the package cuda-bindings, which needs no compiler to install."""
+"""CUDA driver access through the package cuda-bindings, which installs without a compiler."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""Execution on GPU 0 through CUDA's driver: interface to the driver, batches, CUDA graphs."""
+"""Execution of batches and CUDA graphs on GPU 0 through the CUDA driver API."""
 
 import ctypes
 import functools
@@ -29,18 +29,18 @@ class Memory(Protocol):
 
     @property
     def address(self) -> int:
-        """Address on the GPU."""
+        """GPU address of the memory."""
 
     def close(self) -> None:
         """Release the memory. The CUDA context must be current."""
 
 
 class PinnedMemory(Protocol):
-    """Page-locked host memory, from and to which the GPU copies without the CPU."""
+    """Page-locked host memory, which the GPU reads and writes directly (DMA)."""
 
     @property
     def array(self) -> NDArray[Any]:
-        """The memory as a uint8 array. It must not be used after `close`."""
+        """The pinned memory as a 1-D uint8 NumPy array. Do not use it after `close`."""
 
     def close(self) -> None:
         """Release the memory. The CUDA context must be current."""
@@ -70,10 +70,10 @@ class Stream(Protocol):
         """Make this stream wait for another stream's event before it runs work queued later."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
-        """Queue a copy from pinned memory to the GPU address `address`."""
+        """Queue a copy of the pinned array `host` to the GPU address `address`."""
 
     def copy_out(self, host: NDArray[Any], address: int) -> None:
-        """Queue a copy from the GPU address `address` to pinned memory."""
+        """Queue a copy from the GPU address `address` into the pinned array `host`."""
 
     def close(self) -> None:
         """Release the stream. The CUDA context must be current."""

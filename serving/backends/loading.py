@@ -55,8 +55,8 @@ class BackendChoice(NamedTuple):
 def served_precision(manifest: Manifest, backend: BackendName) -> Precision:
     """Return the precision that is served if the user requests none.
 
-    It is the precision of the bundle's first artifact for the backend. For `auto`, or if there is
-    no such artifact, it is the precision of the first artifact.
+    It is the precision of the first model file for this backend in the manifest. For `auto`, or if
+    there is no such file, it is the precision of the first model file for any backend.
     """
     kind = _KINDS.get(backend)
     found = (a.precision for a in manifest.artifacts if kind in (None, a.kind))
@@ -77,8 +77,8 @@ def load_backend(
         manifest: Manifest of the bundle.
         precision: One of the manifest's precisions.
         name: The backend. `auto`: the first of `BACKENDS` that runs on this machine and for which
-            the bundle has artifacts. If backends of higher priority are skipped, a warning with the
-            reasons is logged.
+            the bundle has model files. If such files exist for an earlier backend that cannot run,
+            a warning with the reason is logged.
         max_batch: Maximum batch size.
 
     Raises:
@@ -143,12 +143,13 @@ def choose_backend(
 ) -> BackendChoice:
     """Return the backend that `load_backend` would load, without loading it.
 
-    If `name` is `torch`, neither the machine nor the bundle's artifacts are checked.
+    If `name` is `torch`, neither the machine nor the bundle's model files are checked.
 
     Raises:
-        BundleError: the bundle has no artifact for the backend `name` in the precision.
+        BundleError: the bundle has no model file for the backend `name` in the precision.
         BackendError: `name` is neither `auto` nor one of `BACKENDS`, or the backend does not run on
-            this machine. If `name` is `auto`: no backend with artifacts runs on this machine.
+            this machine. If `name` is `auto`: the bundle has model files for some backends, but
+            none of these backends runs on this machine.
     """
     if name != "auto" and name not in _KINDS:
         raise BackendError(f"there is no backend {name!r}; choose from auto, {', '.join(_KINDS)}")
@@ -174,7 +175,7 @@ def choose_backend(
 def check_backend(
     bundle: Path, manifest: Manifest, precision: Precision, name: BackendName
 ) -> None:
-    """Check that a backend runs on this machine. The torch backend must find a GPU.
+    """Check that a backend can run a bundle on this machine. `torch` passes only with a GPU.
 
     Args:
         bundle: Folder of the bundle.
@@ -183,8 +184,8 @@ def check_backend(
         name: The backend, not `auto`.
 
     Raises:
-        BundleError: the bundle has no artifact for the backend in the precision.
-        BackendError: a package is missing, or the artifacts do not run on this machine.
+        BundleError: the bundle has no model file for the backend in the precision.
+        BackendError: a package or a GPU is missing, or TensorRT plans do not run on this machine.
     """
     kind = _KINDS[name]
     artifacts = manifest.artifacts_for(precision, kind)
@@ -212,10 +213,10 @@ def _check_torch() -> None:
 
 
 def check_onnxruntime() -> str:
-    """Check that exactly one of ONNX Runtime's two packages, for CPU or GPU, is installed.
+    """Check that exactly one of the packages `onnxruntime` and `onnxruntime-gpu` is installed.
 
     Returns:
-        If both packages are installed, a warning with the repair; otherwise an empty text.
+        If both are installed, a warning that contains the commands for repair; otherwise "".
 
     Raises:
         BackendError: ONNX Runtime is not installed, or its files are missing.

@@ -1,4 +1,4 @@
-"""Backend for ONNX Runtime. If its CUDA provider is installed, a GPU is used, else the CPU."""
+"""Backend for ONNX Runtime. It uses a GPU if the CUDA execution provider loads, else the CPU."""
 
 import logging
 import os
@@ -99,9 +99,10 @@ class OnnxRuntimeBackend:
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
-        """Run the model on a batch of images [B, 3, H, W], padded to the input size `bucket`.
+        """Run the model on images [B, 3, H, W] that are padded to the input size `bucket`.
 
-        `image_sizes` [B, 2] are the images' heights and widths before padding.
+        `image_sizes` [B, 2] are the images' heights and widths before padding. The method
+        returns the model's outputs for the B images as NumPy arrays.
 
         Raises:
             BundleError: the output masks do not have the shape that the bundle's manifest states.
@@ -183,10 +184,10 @@ class OnnxRuntimeBackend:
     def _fitting_session(self, bucket: ShapeBucket, size: int) -> onnxruntime.InferenceSession:
         """Create a GPU session for one batch size, and run it so that its memory is allocated.
 
-        If memory is short, release the bucket's sessions for smaller batches.
+        If GPU memory is short, the sessions of this input size for smaller batches are released.
 
         Raises:
-            BackendError: the GPU has too little free memory, even after that release.
+            BackendError: the GPU has too little free memory, even without these sessions.
         """
         # ONNX Runtime uses the first convolution algorithm that cuDNN returns, whatever its
         # workspace: without tensor cores that was 36 GB for one convolution of eight images.

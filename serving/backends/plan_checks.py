@@ -92,13 +92,11 @@ def probe_machine(kind: EngineKind) -> PlanTarget:
 def check_plans(
     kind: EngineKind, artifacts: Sequence[Artifact], machine: PlanTarget, plan_bytes: int
 ) -> None:
-    """Check whether plans run on a machine, by the plans' entries in the manifest.
-
-    The plans are not loaded.
+    """Check that plans can run on a machine, without loading them.
 
     Args:
-        kind: Engine kind of the artifacts: `tensorrt` or `tensorrt-rtx`.
-        artifacts: Plans that are loaded together.
+        kind: Engine kind of the plans: `tensorrt` or `tensorrt-rtx`.
+        artifacts: Manifest entries of the plans, which are loaded together.
         machine: Properties of the machine, from `probe_machine`.
         plan_bytes: Total size of the plan files in bytes. The plans need at least as much GPU
             memory.

@@ -108,9 +108,10 @@ class TensorRTBackend:
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
-        """Run the model on a batch of images [B, 3, H, W], padded to the input size `bucket`.
+        """Run the model on images [B, 3, H, W] that are padded to the input size `bucket`.
 
-        `image_sizes` [B, 2] are the images' heights and widths before padding.
+        `image_sizes` [B, 2] are the images' heights and widths before padding. The method
+        returns the model's outputs for the B images as NumPy arrays.
 
         Raises:
             BackendError: the batch exceeds the plan's largest batch size, or TensorRT fails.
@@ -161,7 +162,7 @@ class TensorRTBackend:
     def _reserve_memory(self, resources: ExitStack) -> None:
         """Allocate the GPU memory that all plans share: scratch memory, and input/output buffers.
 
-        Closing `resources` releases the memory.
+        The memory is released when the ExitStack `resources` is closed.
         """
         plans = self._plans.values()
         scratch = max(plan.scratch_bytes for plan in plans)
@@ -184,7 +185,7 @@ class TensorRTBackend:
             resources.callback(self._driver.synchronize)
 
     def _allocate(self, sizes: Mapping[str, int], resources: ExitStack) -> None:
-        """Allocate input and output buffers. Closing `resources` releases them.
+        """Allocate input and output buffers, which the ExitStack `resources` releases on close.
 
         `sizes` are the buffer sizes in bytes, by tensor name.
         """

@@ -1,7 +1,7 @@
 """Loading and execution of plans of TensorRT and TensorRT-RTX, which share one Python interface.
 
-GPU memory and streams are passed as integers: addresses and handles. The objects that own the
-memory and the streams are those of module `gpu_execution`.
+GPU memory is passed as an integer address, and a CUDA stream as an integer handle. Module
+`gpu_execution` allocates and releases both.
 """
 
 import contextlib
@@ -150,9 +150,10 @@ class PlanRuntime:
 
 @cache
 def _log_messages(trt: Any) -> None:
-    """Start forwarding the messages of the module `trt` to Python's logging.
+    """Start forwarding TensorRT's log messages to Python's logging.
 
-    Later calls with the same module have no effect.
+    `trt` is the module `tensorrt` or `tensorrt_rtx`. Later calls with the same module have no
+    effect.
     """
 
     def log_message(severity: str, message: str) -> None:
@@ -163,7 +164,7 @@ def _log_messages(trt: Any) -> None:
 
 
 class _BatchContext(NamedTuple):
-    """`IExecutionContext` for one batch size, and the specs of its inputs and outputs by name."""
+    """`IExecutionContext` for one batch size, with shape and dtype of each input and output."""
 
     context: Any
     specs: dict[str, TensorSpec]

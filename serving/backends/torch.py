@@ -98,9 +98,10 @@ class TorchBackend:
     def infer(
         self, bucket: ShapeBucket, images: Pixels, image_sizes: NDArray[np.int64]
     ) -> HostOutputs:
-        """Run the model on a batch of images [B, 3, H, W], padded to the input size `bucket`.
+        """Run the model on images [B, 3, H, W] that are padded to the input size `bucket`.
 
-        `image_sizes` [B, 2] are the images' heights and widths before padding.
+        `image_sizes` [B, 2] are the images' heights and widths before padding. The method
+        returns the model's outputs for the B images as NumPy arrays.
 
         Raises:
             BackendError: the batch is larger than the backend's `max_batch`, or memory runs out.
@@ -278,7 +279,7 @@ class GraphedProgram:
 
 
 class BatchSlot:
-    """GPU tensors of one in-flight batch, and the stream that copies from and to the host."""
+    """GPU tensors of one in-flight batch, and the CUDA stream that copies them."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -290,7 +291,7 @@ class BatchSlot:
         self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def copy_in(self, *arrays: Tensor) -> None:
-        """Queue copies of host tensors to the GPU in the slot's stream."""
+        """Queue copies of host tensors to the GPU, and set `inputs` to the GPU tensors."""
         with torch.cuda.stream(self._stream):
             self.inputs = tuple(
                 array.pin_memory().to(self._device, non_blocking=True) for array in arrays
@@ -302,7 +303,7 @@ class BatchSlot:
         self._loaded.wait()
 
     def keep(self, outputs: Sequence[Tensor]) -> None:
-        """Store the batch's outputs, which torch's current stream computes, for `copy_out`."""
+        """Store output tensors for `copy_out`. torch's current stream must compute them."""
         self._outputs = outputs
         self._computed.record()
 
@@ -320,7 +321,7 @@ class BatchSlot:
 
 
 class BatchSlots:
-    """Pool of `count` slots, one per in-flight batch."""
+    """Pool of `count` slots. A slot holds the GPU tensors of one in-flight batch."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._free: queue.SimpleQueue[BatchSlot] = queue.SimpleQueue()

@@ -75,7 +75,7 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata to send with each gRPC call."""
+        """gRPC metadata with the bearer token, to send with each call. Empty without a token."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -84,7 +84,7 @@ class Credentials:
 
 
 class Connection:
-    """Base class of the sync and the async client."""
+    """Base class of the sync and the async client: the gRPC channel to the server."""
 
     # Module that creates channels: `grpc` or `grpc.aio`.
     _transport: Any

@@ -82,8 +82,9 @@ class DetectorClient(Connection):
         Raises:
             TypeError: `image` is not an `ImageSource`, for example a path given as str.
             RefusedError: The server rejected the request. The client itself raises it with status
-                INVALID_ARGUMENT if the request exceeds the server's message limit, or an array is
-                empty or not [H, W, 3].
+                INVALID_ARGUMENT if the request exceeds the server's message limit, or the file or
+                array is not a valid image.
+            AccessError: The server denies access to this client.
             ClosedError: The client is closed.
             ClientError: The server did not respond.
             OSError: The image's file cannot be read.

@@ -1,4 +1,4 @@
-"""Commands `client` and `health`: detection by a server, and its state for health checks."""
+"""Commands `client` (detect objects with a server) and `health` (check a server's state)."""
 
 from collections.abc import Sequence
 from pathlib import Path

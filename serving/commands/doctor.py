@@ -304,7 +304,7 @@ class CheckSection(NamedTuple):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether no check found a fault."""
+        """True if no check of this section found a fault."""
         return all(result.state != "fault" for result in self.results)
 
 

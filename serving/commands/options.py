@@ -64,7 +64,7 @@ CREDENTIAL_OPTIONS = (
 
 
 def options_of(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds `options` to a command, whose help lists them in this order."""
+    """Return a decorator that adds options to a command. Its help lists them in the given order."""
 
     def decorate(command: _Command) -> _Command:
         for option in reversed(options):
@@ -169,11 +169,11 @@ def bundle_for_backend(
     precisions: Sequence[Precision] = (),
     buckets: Sequence[ShapeBucket] = (),
 ) -> Path:
-    """Return the bundle of a model reference. A checkpoint or a named model is exported first.
+    """Return the folder of a bundle. A checkpoint or a published model is first exported to one.
 
     Args:
-        reference: Model reference; see `bundle_from_reference`. The path of a bundle's manifest
-            stands for the bundle.
+        reference: Bundle or its manifest, checkpoint, or name of a published model. For details,
+            see `bundle_from_reference`.
         backend: Backend that will run the bundle. `auto`: torch if the machine has an NVIDIA GPU,
             ONNX Runtime otherwise.
         precisions: Precisions to export. Empty: fp32.

@@ -154,7 +154,7 @@ def write_report(
 
 
 class _Report:
-    """Writer of the output files, one image after the other."""
+    """Writer of a run's output files: annotated images, COCO results and NumPy arrays."""
 
     def __init__(
         self, folder: Path, formats: Collection[ReportFormat], files: Sequence[Path]

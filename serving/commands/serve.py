@@ -258,7 +258,10 @@ def _sources_of(argument: str, config: ServeConfig) -> list["ModelSource"]:
 
 
 def _models_in(folder: Path) -> list[Path]:
-    """Return the model folders in a model repository; empty if `folder` is not a repository."""
+    """Return the model folders in a model repository, which holds bundles in MODEL/VERSION.
+
+    Empty if `folder` is not such a repository.
+    """
     from ..pipeline.served_model import versions_in
 
     if not folder.is_dir() or (folder / MANIFEST_NAME).exists():

@@ -256,7 +256,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _error_text(error: Exception) -> str:
-    """Return an error's message, with the prefix `TYPE: ` except for BundleError, ServingError."""
+    """Return an error as `TYPE: MESSAGE`. For BundleError and ServingError: only the message."""
     own = isinstance(error, (BundleError, ServingError))
     return str(error) if own else f"{type(error).__name__}: {error}"
 

@@ -125,8 +125,9 @@ class BatchSteps(Protocol):
 class StepChain:
     """Callable that runs all steps on a batch in the calling thread. Thread-safe.
 
-    A section is a step and the steps after it that have `continues_section`. The first step's
-    `threads` is the maximum number of batches in the section at once. Further batches wait.
+    Consecutive steps form a section: one step, and the steps directly after it whose
+    `continues_section` is True. The `threads` of a section's first step is the maximum number of
+    batches that are in the section at once. Further batches wait.
     """
 
     # One thread per batch, not one per step: fewer threads then compete for the GIL.

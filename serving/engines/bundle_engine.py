@@ -61,7 +61,7 @@ class BundleLoader:
 
 
 class HostEngine:
-    """Engine whose inputs are already decoded and padded images. It works with every backend."""
+    """Engine for any backend: decoded and padded images in, the model's outputs out."""
 
     def __init__(self, backend: Backend) -> None:
         """Take ownership of a backend. Closing the engine closes the backend."""

@@ -1,4 +1,4 @@
-"""Batches between GPU steps: their types, CUDA events, copies, and encoding of their masks."""
+"""Types of the batches that GPU steps exchange, and helpers for CUDA events, copies and masks."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ class StreamEvent:
 
 
 class ReadBatch(NamedTuple):
-    """Batch after reading: encoded files for the device, images that the CPU already decoded."""
+    """Batch after reading: files that the device will decode, and images that the CPU decoded."""
 
     requests: Sequence[ImageRequest]
     # Contents of the files that the device decodes, each [bytes] uint8.
@@ -159,9 +159,10 @@ def timing_of(batch: PastedBatch, host_s: float) -> Timing:
 
 
 def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array as a tensor on `device`. On a GPU, the current stream fills it later.
+    """Return an array as a tensor on `device`.
 
-    The stream copies from a pinned copy, so the array may be changed after this call.
+    On a GPU, the current stream fills the tensor later, from a pinned copy of the array. Therefore
+    the array may be changed after this call. On the CPU, the tensor shares the array's memory.
     """
     host = torch.from_numpy(array)
     if device.type == "cuda":

@@ -247,9 +247,10 @@ class DeviceSteps:
         ]
 
     def _rles(self, batch: PastedBatch, kept: Sequence[NDArray[np.intp]]) -> list[list[bytes]]:
-        """Return the COCO RLE `counts` of each image's kept masks. Empty without an RLE request.
+        """Return the COCO RLE `counts` of each image's kept masks.
 
-        Let the buffers grow if many masks exceeded them.
+        The list of an image is empty if its request does not ask for RLE masks. If many masks
+        exceeded the encoder's buffers, later batches get larger buffers.
         """
         entries = batch.inferred.prepared.entries
         if MaskFormat.RLE not in batch.encoded:
@@ -311,7 +312,7 @@ def _wants_rles(entry: BatchEntry) -> bool:
 
 
 def file_for_device(image: PlannedImage) -> bytes | memoryview | None:
-    """Return the encoded image for the device to decode. None: the device cannot decode it."""
+    """Return the encoded image if the device can decode it. None: the CPU must decode it."""
     suits = image.header.is_plain_jpeg and math.prod(image.source_size) <= _MAX_DEVICE_PIXELS
     return image.source if suits and isinstance(image.source, (bytes, memoryview)) else None
 

@@ -43,9 +43,9 @@ def plan_image(
     max_pixels: int,
     apply_orientation: bool,
 ) -> PlannedImage:
-    """Read an image's header, and choose the preprocessing parameters of the image.
+    """Read an image's header, and choose the image's size after resizing and its input size.
 
-    They are its size after resizing, and the smallest input size that holds the resized image.
+    The input size is the smallest of `buckets` that holds the resized image.
 
     Args:
         source: Encoded image, or pixels [H, W, 3] RGB.
@@ -104,7 +104,9 @@ def prepare_image(
     buckets: Sequence[ShapeBucket],
     max_pixels: int,
 ) -> ModelInput:
-    """Decode, rotate (EXIF) and resize an image. Pad it to the smallest bucket that holds it.
+    """Decode, rotate (EXIF) and resize an image. Pad it to the smallest of `buckets` that holds it.
+
+    Arguments: see `plan_image`.
 
     Raises:
         ImageError: invalid image.
@@ -119,7 +121,7 @@ def prepare_image(
 
 @dataclass(frozen=True, kw_only=True)
 class HostProcessor:
-    """Processor of one image in the server's process, before and after the engine.
+    """Pre- and postprocessing of one image in the server's process.
 
     An end-to-end engine decodes images and encodes responses itself. With such an engine, the
     processor only reads the image's header and returns the engine's response.
@@ -193,7 +195,7 @@ class HostProcessor:
             item: Output of `prepare` for the image.
 
         Returns:
-            The encoded response, with the times that the engine measured.
+            The encoded response, with its timing: zeros unless the engine is end-to-end.
 
         Raises:
             ImageError: `result` is this error, because an end-to-end engine could not decode the

@@ -49,7 +49,7 @@ def detections_from_outputs(
     Args:
         outputs: Outputs of the batch.
         row: Index of the image in the batch.
-        image: The image in that row.
+        image: Sizes of the image in that row.
         manifest: Manifest of the model's bundle.
         options: Options that select the detections to keep and their mask format.
 

@@ -137,9 +137,9 @@ class WorkerProcess(Generic[Item, Result]):
 
     @property
     def is_spare(self) -> bool:
-        """Whether the worker was started only for an additional GPU, but computes on the CPU.
+        """True if the worker was started for an additional GPU, but computes on the CPU.
 
-        Such a worker is superfluous. It occurs if the loaded backend cannot use GPUs.
+        This happens if the loaded backend cannot use GPUs. The worker is then superfluous.
         """
         return self.resources.is_for_gpu and self.info.device == "cpu"
 

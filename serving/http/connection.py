@@ -194,7 +194,11 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.abort() if self.transport.get_write_buffer_size() else self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Respond to a request that cannot be parsed, and close the connection."""
+        """Reject a request that cannot be parsed, and close the connection.
+
+        If earlier requests are unanswered, send only their responses. Otherwise send status 400
+        and the message `msg`, unless the response to the invalid request was sent already.
+        """
         if self.pipeline and self.cycle.more_body:
             self.pipeline.popleft()  # the invalid request
             assert self._answered is not None
@@ -237,7 +241,10 @@ class HttpConnection(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(timeout_s, self._close_late)
 
     def _close_late(self) -> None:
-        """Close the connection, because the head of the next request has not arrived in time."""
+        """Close the connection, because the head of the next request has not arrived in time.
+
+        If the server has paused reading, start the timer again instead.
+        """
         self._head_timer = None
         if self.pipeline:  # the server has paused reading, so the client is not late
             self._expect_head()

@@ -35,7 +35,7 @@ _Uint64 = Annotated[int, Field(ge=0, lt=2**64)]
 
 
 class DetectQuery(BaseModel):
-    """Query parameters of `/v1/detect`, with the fields of `maskrcnn.v1.DetectRequest`."""
+    """Query parameters of `/v1/detect`, named after fields of `maskrcnn.v1.DetectRequest`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -199,6 +199,6 @@ def _with_timing(response: TimedResponse[bytes]) -> bytes:
 
 
 def _server_timing(timing: Timing) -> str:
-    """Return the value of the header Server-Timing, which browsers show in developer tools."""
+    """Return the durations of the stages as the value of the HTTP header Server-Timing."""
     stages = ("decode", "queue", "infer", "encode")
     return ", ".join(f"{s};dur={getattr(timing, f'{s}_us') / 1000:.3f}" for s in stages)

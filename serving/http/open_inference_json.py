@@ -1,4 +1,4 @@
-"""JSON of the Open Inference Protocol over HTTP: its validation, and conversion to messages."""
+"""JSON of the Open Inference Protocol: validation, conversion to and from protobuf messages."""
 
 import base64
 import binascii

@@ -64,7 +64,7 @@ class Error(BaseModel):
 
 
 def openapi_document() -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of all routes except the files of the browser page."""
+    """Return the OpenAPI 3.1 document of the supported routes below `/v1` and `/v2`."""
     kinds = (InferRequest, ModelControlRequest, IndexRequest, DetectResponse, Error)
     modes: list[tuple[type[BaseModel], Literal["validation"]]] = [(k, "validation") for k in kinds]
     _, schemas = models_json_schema(modes, ref_template=_REF)

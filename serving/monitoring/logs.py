@@ -1,4 +1,4 @@
-"""Log of the server: formats, request IDs, access log, and warnings about failures to accept."""
+"""Log of the server: formats, request IDs, access log, warnings about failed `accept` calls."""
 
 import contextlib
 import errno
@@ -161,7 +161,10 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _Sample:
-    """Rate limiter: at most `_LINES_PER_S` log lines per second. Counts the omitted lines."""
+    """Rate limiter: at most `_LINES_PER_S` log lines per second. Counts the omitted lines.
+
+    At log level debug, there is no limit.
+    """
 
     def __init__(self) -> None:
         self._second = 0
@@ -207,7 +210,7 @@ class AccessLog:
         """Log a request.
 
         Args:
-            model: Model name in the request.
+            model: Model name under which the request is recorded.
             peer: Client address.
             failure: Error of the request. None: the request succeeded.
             size: Size of the request in bytes.

@@ -1,4 +1,4 @@
-"""Prometheus collectors of GPUs, CPU, memory and connections, and the event loop lag."""
+"""Prometheus metrics of GPUs, CPU, memory and connections, and measurement of event loop lag."""
 
 import asyncio
 import contextlib
@@ -186,7 +186,10 @@ class _Socket(NamedTuple):
 
 
 class ConnectionCollector(Collector):
-    """Collector of the open TCP connections of the server and its front ends, by listening port."""
+    """Collector of the number of open TCP connections per listening port.
+
+    Ports of this process and of its child processes are counted.
+    """
 
     # Read from the kernel's tables, because gRPC does not report its connections to Python.
 
@@ -264,7 +267,10 @@ def metric_family(
     labels: Sequence[str],
     values: Mapping[Any, float],
 ) -> Metric:
-    """Return a metric family. The keys of `values` are tuples of values of `labels`, in order."""
+    """Return a Prometheus metric family with one sample per entry of `values`.
+
+    Each key of `values` is a tuple of label values, in the order of `labels`.
+    """
     family = kind(name, documentation, labels=labels)
     for key, value in sorted(values.items()):
         family.add_metric(key, value)

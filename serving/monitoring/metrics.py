@@ -43,7 +43,10 @@ _Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Reason of a failed request: value of the label `reason` in our metric and in Triton's."""
+    """Reason of a failed request, as the label `reason` of two Prometheus metrics.
+
+    `name` is the label in maskrcnn_rejected_total, `triton` in nv_inference_request_failure.
+    """
 
     # For our metric maskrcnn_rejected_total.
     name: str
@@ -71,7 +74,7 @@ _REASONS: Final[Mapping[type[BaseException], Reason]] = {
 
 
 def reason_from_error(error: BaseException) -> Reason:
-    """Return the `Reason` of a failed request, that is, the labels under which it is counted."""
+    """Return the metric labels (`Reason`) for the exception with which a request failed."""
     return next(_REASONS[kind] for kind in type(error).__mro__ if kind in _REASONS)
 
 
@@ -126,7 +129,7 @@ class ModelStatistics:
             return dict(self._failures)
 
     def message(self, name: str, version: str) -> pb.ModelStatistics:
-        """Return the statistics as the message for the given model name and version."""
+        """Return the statistics as a protobuf message with the given model name and version."""
         with self._lock:
             executions = sum(images / size for size, images in self._batches.items())
             stages = {

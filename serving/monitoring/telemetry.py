@@ -86,7 +86,7 @@ class Telemetry:
         self._access_log.log_rejected_call(method, peer, error)
 
     def reject_request(self, model: str, method: str, peer: str, error: ServingError) -> None:
-        """Count and log a request for `model` that was rejected before it was read."""
+        """Count and log a request that was rejected before it was read, as a failure of `model`."""
         self.metrics.count_failure(model, error, elapsed_s=0)
         self._access_log.log_rejected_call(method, peer, error)
 

@@ -60,7 +60,7 @@ def validate_input(request: pb.ModelInferRequest, max_batch: int, max_pixels: in
         InvalidRequestError: the input is missing, its shape or datatype is not supported, its
             contents do not match its shape and datatype, or it exceeds `max_batch` or
             `max_pixels`.
-        ImageError: the images are too small or too elongated.
+        ImageError: the images have fewer than 8 pixels in height or width.
     """
     tensor, raw = _only_input(request)
     _check_shape(tensor)

@@ -102,7 +102,12 @@ def server_metadata() -> pb.ServerMetadataResponse:
 
 
 def model_metadata(name: str, model: ServedModel) -> pb.ModelMetadataResponse:
-    """Return the response to ModelMetadata. `name`: name of `model`, NAME or `NAME-PRECISION`."""
+    """Return the response to ModelMetadata.
+
+    Args:
+        name: Model name in the request: the name of `model`, or that name and `-PRECISION`.
+        model: Model to describe.
+    """
     tensor = pb.ModelMetadataResponse.TensorMetadata
     return pb.ModelMetadataResponse(
         name=name,
@@ -118,7 +123,13 @@ def model_metadata(name: str, model: ServedModel) -> pb.ModelMetadataResponse:
 
 
 def model_config(name: str, model: ServedModel, config: ServeConfig) -> pb.ModelConfigResponse:
-    """Return the response to ModelConfig. `name`: name of `model`, NAME or `NAME-PRECISION`."""
+    """Return the response to ModelConfig.
+
+    Args:
+        name: Model name in the request: the name of `model`, or that name and `-PRECISION`.
+        model: Model to describe.
+        config: Settings of the server.
+    """
     return pb.ModelConfigResponse(
         config=pb.ModelConfig(
             name=name,

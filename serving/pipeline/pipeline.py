@@ -54,7 +54,7 @@ class Pipeline:
             resources: Threads, memory and limits that all models share.
 
         Raises:
-            BundleError: the bundle is missing.
+            BundleError: the bundle is missing, or its manifest is invalid.
         """
         self.telemetry = resources.telemetry
         self.lifecycle = ModelLifecycle(source, config, self.telemetry.metrics)
@@ -70,7 +70,7 @@ class Pipeline:
 
     @property
     def model(self) -> ServedModel:
-        """Served model, which processes new requests."""
+        """Model that processes new requests. A reload replaces it."""
         return self.lifecycle.model
 
     @property
@@ -90,7 +90,7 @@ class Pipeline:
         Args:
             request: The request. Its `scheduling.timeout_s` is not applied here; the caller uses
                 `request_deadline`.
-            model: Model to use. The caller is within the model's `use` context.
+            model: Model to use. Call `detect` within the `with` block of `model.use()`.
 
         Raises:
             ImageError: invalid image.
@@ -213,7 +213,7 @@ class ModelRepository:
             telemetry: Metrics and traces of the requests.
 
         Raises:
-            BundleError: a bundle is missing.
+            BundleError: a bundle is missing, or its manifest is invalid.
             ServingError: two models have the same name.
         """
         self.resources = SharedResources(config, telemetry, len(sources))
@@ -286,8 +286,8 @@ class ModelRepository:
 
         Raises:
             BundleError, BackendError: see `ServedModel.load`.
-            ServingError: two models have a name in common. A model has the name in its bundle,
-                NAME, and a name `NAME-PRECISION` for each loaded precision.
+            ServingError: two models share a name. Each model has the names NAME and, for each
+                loaded precision, `NAME-PRECISION`.
         """
         for pipeline in self.pipelines:
             await pipeline.model.load()

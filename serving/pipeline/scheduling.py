@@ -287,11 +287,11 @@ def request_deadline(
 
 @contextlib.asynccontextmanager
 async def time_limit(limit_s: float, timeout_error: Callable[[], Exception]) -> AsyncIterator[None]:
-    """Cancel the body of the context if it takes longer than a limit.
+    """Context manager: if its body exceeds a time limit, cancel the body and raise an error.
 
     Args:
         limit_s: Time limit in seconds.
-        timeout_error: Function that returns the exception to raise if the limit is exceeded.
+        timeout_error: Function that returns the error.
     """
     try:
         async with asyncio.timeout(limit_s) as limit:

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class ModelSource(NamedTuple):
-    """Bundle to serve, and the name of the model."""
+    """Model to serve: folder of its bundle (exported model), name and version."""
 
     # Folder of the bundle, or of its versions. It may be a symbolic link whose target changes.
     bundle: Path
@@ -80,7 +80,7 @@ def versions_in(folder: Path) -> list[str]:
 
 
 class ServedModel:
-    """Bundle that is served. Each precision has its own workers and its own `Batcher`."""
+    """Bundle (exported model) that is served. Each precision has separate worker processes."""
 
     def __init__(self, source: ModelSource, config: ServeConfig) -> None:
         """Read the bundle's manifest.
@@ -90,7 +90,7 @@ class ServedModel:
             config: Settings of the server, such as the precisions to load.
 
         Raises:
-            BundleError: the bundle is missing.
+            BundleError: the bundle is missing, or its manifest is invalid.
         """
         # Symbolic links are resolved once: restarted workers need the files that this model was
         # loaded from, even if a link leads to a new bundle by then.
@@ -235,7 +235,7 @@ class ModelLifecycle:
     """
 
     def __init__(self, source: ModelSource, config: ServeConfig, metrics: Metrics) -> None:
-        """Create the model to serve at first. The caller loads it with `ServedModel.load`.
+        """Create the initial model. The caller loads it with `ServedModel.load`.
 
         Args:
             source: Bundle and name of the model.
@@ -243,7 +243,7 @@ class ModelLifecycle:
             metrics: Metrics that count reloads.
 
         Raises:
-            BundleError: the bundle is missing.
+            BundleError: the bundle is missing, or its manifest is invalid.
         """
         # Model for new requests.
         self.model = ServedModel(source, config)
@@ -336,13 +336,17 @@ class ModelLifecycle:
         return model
 
     def _release(self) -> asyncio.Future[None]:
-        """Close the model once unused, in a task that continues even if the caller is cancelled."""
+        """Start a task that closes the model once it is unused.
+
+        Returns:
+            Future that completes when the model is closed. Cancelling it does not stop the task.
+        """
         release = _release_when_unused(self.model, self._running)
         return asyncio.shield(self._tasks.create_task(release, context=Context()))
 
 
 async def _release_when_unused(model: ServedModel, running: asyncio.Task[None]) -> None:
-    """Close a model after its in-flight requests have ended. Cancel its batching task `running`."""
+    """Wait for a model's in-flight requests, cancel its task `running`, and close the model."""
     try:
         await model.unused()
     finally:

@@ -36,7 +36,7 @@ _PARTS_OF_BUDGET = 4
 
 
 class SharedResources:
-    """Threads, decode memory, rate limits, limit on open calls, and telemetry of a server."""
+    """Resources that a server's models share: threads, decode memory, client limits, telemetry."""
 
     def __init__(self, config: ServeConfig, telemetry: Telemetry, models: int) -> None:
         self.telemetry = telemetry
@@ -54,11 +54,9 @@ class OpenCalls:
 
     The server accepts at most `limit` open calls in total. If it can accept F more calls, each
     connection may have up to 8 * F open calls (dynamic thresholds; Choudhury and Hahne, 1998). A
-    single connection can thus open about 8/9 of `limit`, because F is then 1/9 of `limit`. If a
-    second connection opens calls, F falls, and the first connection cannot open new calls until
-    enough of its calls have ended. Each of the two connections can then have about 8/17 of `limit`.
-    A call that exceeds the total or the connection's limit is rejected immediately. It does not
-    wait, because calls can stay open for hours.
+    single connection can thus have about 8/9 of `limit` open calls, and two connections about 8/17
+    each. A call that exceeds the total or the connection's limit is rejected immediately. It does
+    not wait, because calls can stay open for hours.
     """
 
     def __init__(self, limit: int) -> None:
@@ -126,7 +124,7 @@ class RateLimits:
 
         The client is the value of the context variable `current_client`. A request with more images
         than the capacity of the image bucket is accepted if this bucket is full. The bucket's
-        balance then becomes negative, which delays the client's next requests.
+        balance then becomes negative, so the client's next requests are rejected for longer.
 
         Raises:
             RateLimitError: the client has exceeded its limit of requests or images per second.

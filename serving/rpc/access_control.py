@@ -1,4 +1,4 @@
-"""Access control of calls: bearer tokens, model control rights, limits on open calls."""
+"""Access control of gRPC calls: bearer tokens, rights to load models, limits on open calls."""
 
 import asyncio
 import hashlib
@@ -58,9 +58,9 @@ def is_public(method: str) -> bool:
 
 
 class AccessPolicy:
-    """Authorization: bearer tokens for inference and for model control.
+    """Authorization by bearer tokens, for inference and for loading and unloading models.
 
-    | token_file | admin_token_file | inference            | model control                         |
+    | token_file | admin_token_file | inference            | loading and unloading models          |
     |------------|------------------|----------------------|---------------------------------------|
     | no         | no               | all clients          | loopback clients if `local_admin`     |
     | yes        | no               | tokens of token_file | nobody                                |
@@ -198,7 +198,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return adapt(checked, None, handler.response_serializer)
 
     def pending_messages(self, method: str) -> PendingMessages:
-        """Return the limit on waits for request messages that applies to calls of `method`."""
+        """Return the `PendingMessages` that limits the waits for request messages of `method`."""
         return self._public_messages if is_public(method) else self._messages
 
     async def run(
@@ -208,7 +208,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         context: CallContext,
         handle: Callable[[CallContext], Awaitable[T]],
     ) -> T:
-        """Check that a client may call a method now, then handle the call.
+        """Check that a client may call a method now, then return the result of `handle`.
 
         Args:
             method: Full method name, as `/package.Service/Method`.
@@ -229,10 +229,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._models.resources.telemetry.reject_call(method, peer, error)
 
     async def _admit(self, method: str, context: CallContext) -> None:
-        """Count a call as open until it ends.
+        """Count a call as open until it ends, and abort it if admission control rejects it.
 
-        If admission control rejects a detection call, abort the call. No ServingError is raised
-        then, because the metrics have already counted the rejection.
+        Admission control applies only to `Detect` and `ModelInfer`. Its rejection raises no
+        ServingError, because the metrics have already counted it.
 
         Raises:
             QueueFullError: too many calls are open.

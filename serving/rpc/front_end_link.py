@@ -177,11 +177,11 @@ FindHandler = Callable[[CallDetails], Awaitable[Any]]
 
 
 class ForwardedCall(CallOutcome):
-    """Context of a gRPC call. Services and interceptors use it like gRPC's own context.
+    """Context of a gRPC call that a front-end process received, with the interface of gRPC's own.
 
-    A front-end process received the call. At most one message at a time is passed in each
-    direction, as in gRPC's context: the front end reads a message of the client only when `read` is
-    called, and `write` waits until the front end has written the message.
+    At most one message at a time is passed in each direction, as in gRPC's context: the front end
+    reads a message of the client only when `read` is called, and `write` waits until the front end
+    has written the message.
     """
 
     def __init__(self, link: Link, number: int, opening: bytes) -> None:

@@ -44,7 +44,7 @@ def run_front_end(
     Args:
         handle: File descriptor of the Unix socket to the server's process.
         address: Address to listen on, as `host:port`.
-        certificate_files: Files of the TLS certificate. None: connections are not encrypted.
+        certificate_files: Paths of TLS certificate, key and client CA. None: no encryption.
         options: Options of the gRPC server.
     """
     drop_client_faults()

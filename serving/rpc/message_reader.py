@@ -262,9 +262,9 @@ def _walk(
 ) -> Iterator[tuple[str, _Field]]:
     """Yield a pair `(path, field)` per field in `message[start:end]`, including nested messages.
 
-    The offsets in `field` refer to `message`. If the field is a string or contains packed integers,
-    `path` is `prefix` plus the field's name, because protobuf parses strings and packed integers
-    one by one. For all other fields, `path` is empty. `kind` is the message type.
+    The offsets in `field` refer to `message`, and `kind` is the message type. `path` is `prefix`
+    plus the field's name if the field is a string or packed integers, which count towards the limit
+    of 8 MiB. For all other fields, `path` is empty.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)

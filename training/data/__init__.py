@@ -1,1 +1,1 @@
-"""Download, convert, draw, inspect and load data sets in COCO format."""
+"""Download, generate, convert, edit, inspect and load data sets in COCO format."""

@@ -27,9 +27,9 @@ _MAX_PROCESSES = 8
 
 
 class Curves(NamedTuple):
-    """Precision and recall arrays of an evaluation.
+    """COCO's precision and recall by IoU threshold, class, object size and detection limit.
 
-    -1: the ground truth has no object of this class in this size range.
+    A value of -1 means that the ground truth has no object of the class in the size range.
     """
 
     # Precision at recall 0, 0.01, ..., 1. Axes: IoU 0.50, 0.55, ..., 0.95; recall; class in

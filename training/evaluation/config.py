@@ -55,7 +55,7 @@ def load_evaluation_config(
 
 
 def warn_of_other_sizes(data: DataConfig, checkpoint: Checkpoint) -> None:
-    """Log a warning if the input sizes in `data` differ from those in the checkpoint."""
+    """Log a warning if input sizes or resize rule in `data` differ from those in the checkpoint."""
     preprocessing = checkpoint.preprocessing
     expected = {
         "min_size": preprocessing.min_size,

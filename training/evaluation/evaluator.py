@@ -184,7 +184,7 @@ def validation_losses(
         autocast: Data type for autocast. None: no autocast.
 
     Returns:
-        Five losses by name: `val/NAME` for each NAME in `LOSS_NAMES`. Their sum is `val/loss`.
+        The five losses as `val/NAME` for each NAME in `LOSS_NAMES`, and their sum as `val/loss`.
     """
     device = worker.device
     totals = torch.zeros(2, len(LOSS_NAMES), device=device)

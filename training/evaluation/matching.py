@@ -132,8 +132,9 @@ def confusion_matrix(
 ) -> NDArray[np.int64]:
     """Count detections and missed objects by the object's class and the detected class.
 
-    Detections below the threshold of their class are ignored. If a detection matches no object of
-    its class, it can match an object of another class that no other detection matches.
+    Detections below the threshold of their class, and those that match a crowd, are ignored. If a
+    detection matches no object of its class, it can match an object of another class that no other
+    detection matches.
 
     Args:
         images: Matched detections.

@@ -78,7 +78,11 @@ def write_detections(
 
 
 def write_metrics(folder: Path, metrics: dict[str, float]) -> None:
-    """Write `coco_results.pth`: for each of `bbox` and `segm`, metrics by name such as `AP50`."""
+    """Write metrics to `coco_results.pth` in a folder.
+
+    The file contains a dictionary with the keys `bbox` and `segm`. Each value is a dictionary of
+    metrics by name, such as `AP50`.
+    """
     by_type = {
         iou_type: {
             name.removeprefix(f"{iou_type}/"): value

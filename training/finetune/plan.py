@@ -137,7 +137,11 @@ def plan_finetuning(
 def _input_size(
     images: ImageStatistics, start: Checkpoint, machine: Machine, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return values of `min_size`, `max_size` and `buckets`, and the reasons by dotted key."""
+    """Fit the input size to the images, the initial weights and the memory.
+
+    Return values of `min_size`, `max_size` and `buckets` for the section `data`, and the reasons by
+    dotted key, such as `data.min_size`.
+    """
     trained = start.preprocessing
     size, reason = trained.min_size, "as for the initial weights"
     if size > (limit := _MAX_ENLARGEMENT * images.shorter_side):

@@ -137,6 +137,8 @@ def prepare_finetuning(
         ConfigError: An override is invalid, `output` contains a run, or the training set lacks a
             category of the validation set.
         CheckpointError: The initial weights cannot be read.
+        ZooError: The published model that `weights` names does not exist, or is not supported.
+        DownloadError: The download of the initial weights failed.
     """
     layout = recognize_layout(path)
     RunFolder(output).open(resume=False)

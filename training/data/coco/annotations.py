@@ -100,9 +100,9 @@ def instance_from_annotation(
 
 
 def is_possible_area(area: Any, height: int, width: int) -> bool:
-    """Return whether a value is a number and a plausible area, in square pixels.
+    """Return whether a value is a plausible area in an image of `height` x `width` pixels.
 
-    The largest plausible area depends on the image's height and width, in pixels.
+    That is a number of square pixels from 0 to the square of ten times the longer side.
     """
     # Evaluation would ignore objects of a negative area, and those above 10^10 square pixels.
     return isinstance(area, _NUMBERS) and 0 <= area <= float(MAX_EXTENT * max(height, width)) ** 2

@@ -33,7 +33,7 @@ class DataError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SourceContent:
-    """Annotations of a split, converted to the content of a COCO annotation file."""
+    """Content for a COCO annotation file, and names of the source's entries that were left out."""
 
     content: dict[str, Any]
     # Names of the entries that were left out, by reason.
@@ -179,7 +179,7 @@ class CocoDataset:
 
 
 def summary_of(findings: Mapping[str, Sequence[str]]) -> str:
-    """Return a text with the number of entries and some of their names, for each reason.
+    """Format the number and some names of invalid or repaired entries, by reason, for a message.
 
     `findings` maps reasons, such as "images: file missing", to names of entries.
     """

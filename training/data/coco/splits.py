@@ -112,20 +112,21 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
 
 
 def _is_named(place: Path, split: str) -> bool:
-    """Whether a split's name ends with a folder's name, as `minival2014` ends with `val2014`.
+    """Return whether a folder is named after a split, as `val2014` is after `minival2014`.
 
-    A folder named by a synonym of the split, such as `valid` for `val`, matches too.
+    The split's name must end with the folder's name, or be a synonym of it, as `val` of `valid`.
     """
     name, split = place.name.lower(), split.lower()
     return split.endswith(name) or _SYNONYMS.get(name, name) == _SYNONYMS.get(split, split)
 
 
 def _lists_other_images(place: Path, names: Sequence[str], others: Mapping[str, Path]) -> bool:
-    """Whether a folder belongs to another split that has images with the same file names.
+    """Return whether a folder is named after another split that lists some of the same file names.
 
-    `names` are image file names of the split whose image folder is wanted, `others` the annotation
-    files of the other splits. The result is True if `place` is named after one of the other splits,
-    and its annotation file lists one of `names`.
+    Args:
+        place: The folder.
+        names: Image file names of the split whose image folder is wanted.
+        others: Annotation files of the other splits, by name of the split.
     """
     owners = (file for split, file in others.items() if _is_named(place, split))
     return any(not set(names).isdisjoint(_file_names(file)) for file in owners)

@@ -171,10 +171,10 @@ def source_content(
 
 
 def with_ids_of(known: Sequence[Category], source: SourceContent) -> SourceContent:
-    """Return `source` with its category ids replaced by those of the categories in `known`.
+    """Return `source` with the category ids of `known`, matched by category name.
 
-    A category with the name of an entry of `known` gets the id of this entry. All other categories
-    get ids above those in `known`. The ids in the annotations are replaced too.
+    Categories that `known` lacks get ids above those in `known`. The category ids in the
+    annotations are replaced too.
     """
     ids = {category.name: category.id for category in known}
     free = itertools.count(max(ids.values(), default=0) + 1)

@@ -50,7 +50,7 @@ class _LabelmeFile:
 
 
 def is_labelme(content: Any) -> bool:
-    """Whether the content of a JSON file is in the format of LabelMe."""
+    """Return whether the content of a JSON file is in the format of LabelMe."""
     return isinstance(content, Mapping) and isinstance(content.get("shapes"), list)
 
 

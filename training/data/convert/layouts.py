@@ -57,8 +57,8 @@ class LayoutSplit:
 
         Args:
             on_broken: "skip": skip invalid entries with a warning. "refuse": raise `DataError`.
-            known: Classes of a model. If the data set has only names of classes, without ids, a
-                class with the name of an entry of `known` gets the id of this entry.
+            known: Classes of a model. If the data set has only names of classes, without ids,
+                classes get the ids of the classes in `known` with the same names.
         """
         source = None if self.convert is None else self.convert()
         if source is not None and not self.has_ids:
@@ -119,7 +119,9 @@ def recognize_layout(path: Path) -> DataLayout:
 
 
 def find_validation_split(path: Path) -> LayoutSplit:
-    """Return the split `val`, else the only split with `val` in its name, else the only split.
+    """Return the validation split of a data set folder, or of a YAML file of YOLO.
+
+    This is `val`, else the only split with `val` in its name, else the only split.
 
     Raises:
         DataError: The layout is unknown, the data set is incomplete, or the choice is not unique.

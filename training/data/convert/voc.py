@@ -102,10 +102,10 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
 
 
 def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:
-    """Whether an annotated object is difficult according to the boxes of the image's XML file.
+    """Return whether the image's XML file marks an annotated object as difficult.
 
-    The result is the flag of the box of the same class that has the highest IoU with the
-    annotation's box. False: this IoU is below `_MATCH_IOU`, or no box has this class.
+    The object's box in the file is the box of the same class that has the highest IoU with the
+    annotation's box. Without such a box, or if its IoU is below `_MATCH_IOU`, return False.
     """
     name = CATEGORIES[annotation["category_id"] - 1].name
     same_class = [box for box in boxes if box.name == name]

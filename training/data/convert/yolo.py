@@ -93,10 +93,12 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
 def _source_splits(
     file: Path, found: Mapping[str, FoundImages], labels: Mapping[Path, Path]
 ) -> dict[str, SourceSplit]:
-    """Return the splits by name. Label files without an image become faults of their split.
+    """Return the splits by name. Label files without an image are listed in the split's faults.
 
-    `found` maps names of splits to their images, and `labels` maps image files to label files.
-    In these faults, paths are relative to the folder of `file`, the YAML file.
+    Args:
+        file: YAML file. The paths in the faults are relative to its folder.
+        found: Images by name of the split.
+        labels: Label file by image file.
     """
     splits = {}
     reported: set[Path] = set()

@@ -51,10 +51,10 @@ def find_images(folder: Path, root: str, value: Any) -> FoundImages:
 
 
 def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
-    """Find label files that have no image. Return their paths in sorted order.
+    """Return the paths of label files that have no image, in sorted order.
 
     Args:
-        label_files: Known label files, by image file. The folders of these files are searched.
+        label_files: Label file by image file. The folders of the label files are searched.
     """
     image_folders: dict[Path, set[Path]] = defaultdict(set)
     for image, labels in label_files.items():
@@ -75,7 +75,7 @@ def _lines_of(path: Path) -> list[str]:
 
 
 def _has_labels(path: Path) -> bool:
-    """Whether each line of a text file is a class number and at least four coordinates."""
+    """Return whether each line of a text file is a class number and at least four coordinates."""
     rows = [line.split() for line in _lines_of(path) if line.strip()]
     try:
         return all(len(row) > 4 and isfinite(sum(map(float, row))) for row in rows)

@@ -45,7 +45,8 @@ def extract_archive(archive: Path, folder: Path, on_progress: ByteProgress = no_
         Number of extracted files.
 
     Raises:
-        DataError: The archive cannot be read, or has members outside its top-level folder.
+        DataError: The archive cannot be read or extracted, or has members outside its top-level
+            folder.
         DownloadError: The disk has too little free space, or another process extracts the archive.
     """
     with _opened(archive) as source, exclusive_lock(folder):

@@ -29,10 +29,10 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 
     Args:
         content: The data set.
-        shares: Share of the images, 0 to 1, by name of the part, such as `val`, without `train`.
-            The parts are filled in the order of this mapping. If more than one annotated image is
-            left, a part gets at least one. An image and its copies count as one. `train` gets the
-            rest.
+        shares: Share of the images, 0 to 1, by name of the part, such as `val`. All remaining
+            images become the part `train`. The parts are filled in the order of this mapping. If
+            more than one annotated image is left, a part gets at least one. An image and its
+            augmented copies count as one.
 
     Returns:
         Content by name of the part, with `train` first.
@@ -70,9 +70,9 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
     If several data sets list the same image file, the merged set has one image with the annotations
-    of all these data sets. If annotations of an image have equal category, box and segmentation,
-    or images of a data set have equal ids, only the first is kept. The faults of the merged set
-    contain the dropped annotations and images.
+    of all these data sets. If annotations of an image have equal category, box, segmentation and
+    `iscrowd`, or images of a data set have equal ids, only the first is kept. The faults of the
+    merged set list the dropped annotations and images.
 
     Args:
         sources: Image folder and content of each data set, at least one.
@@ -82,7 +82,7 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
         the folder.
 
     Raises:
-        DataError: A category has no name, or two categories of a data set have the same id.
+        DataError: A category has no id or name, or two categories of a data set have the same id.
     """
     root = Path(os.path.commonpath([folder.resolve() for folder, _ in sources]))
     categories: dict[str, dict[str, Any]] = {}
@@ -134,7 +134,7 @@ def filter_content(
     min_area: float = 0.0,
     drop_empty: bool = False,
 ) -> Content:
-    """Return a data set with only the annotations of selected classes that are large enough.
+    """Return a data set with only the annotations of given classes and of a minimum area.
 
     Args:
         content: The data set.

@@ -47,7 +47,7 @@ class Suspicion:
 
     @property
     def subject(self) -> str:
-        """Annotation id, or path of the image file, followed by the attribute `detail` if set."""
+        """Name of the suspicious item: annotation id or image path, and the `detail` if set."""
         name = str(self.instance.annotation_id if self.instance else self.record.path)
         return f"{name}: {self.detail}" if self.detail else name
 
@@ -70,7 +70,10 @@ class _Measurements(NamedTuple):
 
 
 def suspicious_annotations(records: Sequence[ImageRecord]) -> list[Suspicion]:
-    """Find suspicious annotations. The result has an entry per annotation and reason."""
+    """Find annotations that are valid but probably wrong, such as boxes outside of the image.
+
+    The result has one entry per annotation and reason, so an annotation can occur several times.
+    """
     suspicions = []
     for start in range(0, len(records), _CHUNK_IMAGES):
         suspicions += _suspicious_in(records[start : start + _CHUNK_IMAGES])

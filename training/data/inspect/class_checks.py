@@ -6,14 +6,15 @@ from ..coco.dataset import CocoDataset
 
 
 def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[str, list[str]]:
-    """Return suspicious class names of a split, and errors that training would raise for classes.
+    """Find classes of a split that are probably typing errors or that training would reject.
 
     Args:
-        dataset: The split.
-        train: The split for training. None: there is none.
+        dataset: Split to check.
+        train: Split for training, which determines the classes of the model. None: there is none.
 
     Returns:
-        Class names or error messages, by kind of problem.
+        Class names or error messages, by description of the problem. If the training split has no
+        objects, the entry for this problem contains the name of the split.
     """
     findings = {}
     if similar := similar_names(category.name for category in dataset.categories):

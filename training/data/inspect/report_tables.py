@@ -16,7 +16,7 @@ _SUBJECTS_SHOWN = 3
 
 
 def tables_from(report: DatasetReport) -> Iterator[RenderableType]:
-    """Yield the tables: contents, distributions, classes, and invalid and suspicious entries."""
+    """Yield a report's tables: contents, distributions, classes, invalid or suspicious entries."""
     yield _overview(report)
     yield _distributions(report)
     yield _classes(report)

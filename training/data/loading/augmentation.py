@@ -85,10 +85,13 @@ class Augmentation:
     def transform(self, sample: Sample, limits: tuple[int, int]) -> Sample:
         """Apply the transforms other than resizing and copy-paste to a resized sample.
 
-        If `changes_outlines` is True, the sample must have masks of the whole image. The result is
-        cropped to at most the height and width `limits`, its boxes are computed from the masks, and
-        objects without a visible pixel are dropped. If `changes_outlines` is False, `limits` is not
-        used.
+        If any transform changes masks other than by a flip (`changes_outlines`), the sample must
+        have masks of the whole image. The result is then cropped to `limits` at a random position,
+        its boxes are computed from the masks, and objects without a visible pixel are dropped.
+
+        Args:
+            sample: Resized image with its ground truth.
+            limits: Maximum height and width of the result. Not used unless `changes_outlines`.
         """
         height, width = sample.size
         pixels = torch.from_numpy(np.ascontiguousarray(_pixels_of(sample).transpose(2, 0, 1)))

@@ -25,7 +25,7 @@ from .sampling import BatchPlan, repeat_factors
 
 
 class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
-    """PyTorch `Dataset` whose index is a `BatchPlan` and whose items are batches.
+    """PyTorch `Dataset` of batches. An index is a `BatchPlan`, which lists the images of a batch.
 
     If `data.on_broken` is "skip", an unreadable image is omitted in evaluation. In training, it is
     replaced by the next image of the same shape bucket (input size).
@@ -107,7 +107,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         )
 
     def _candidates(self, index: int) -> Iterator[int]:
-        """Yield `index` and, in training, the indices of images that may replace this image."""
+        """Yield `index` and, in training, the indices of images to read if this image is broken."""
         yield index
         if self._training:
             for other in chain(range(index + 1, len(self.records)), range(index)):
@@ -163,7 +163,11 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     def _transformed(
         self, augmentation: Augmentation, index: int, seed: int, *, flip: bool
     ) -> Sample:
-        """Return an augmented sample, cropped to its shape bucket. Masks cover the whole sample."""
+        """Read an image, resize it, and apply all transforms except for copy-paste.
+
+        The result is cropped to the image's shape bucket (input size). Its masks are not cropped to
+        the boxes.
+        """
         record = self.records[index]
         min_size = augmentation.min_size(self._config.min_size)
         size = augmentation.input_size(self._input_size(record, min_size))

@@ -87,7 +87,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Batch with JPEG files that the device will decode."""
+    """Batch with JPEG files that are not decoded yet. The method `to` decodes them on a device."""
 
     # The batch without pixels: `rest.images` is [B, 3, 0, 0].
     rest: Batch

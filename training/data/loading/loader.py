@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchLoader:
-    """Iterable over the batches of a sequence of `BatchPlan`s. Skipped files are logged."""
+    """Iterable over batches, one per `BatchPlan` (image indices). Unreadable files are logged."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class BatchLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Batch | EncodedBatch]:
-        """Yield batches.
+        """Yield the batches that contain at least one readable image.
 
         Raises:
-            DataError: A file is unreadable and `data.on_broken` is "refuse", or a data-loading
-                process died.
+            DataError: A file is unreadable and `data.on_broken` is "refuse", all training images of
+                a shape bucket (input size) are unreadable, or a data-loading process died.
         """
         try:
             for batch in self._batches:
@@ -185,7 +185,11 @@ def eval_loader(
 
 
 def initialise_worker(_: int) -> None:
-    """Prepare a worker process of a `DataLoader`: threads, signal handlers and exception hook."""
+    """Initialise a worker process of a `DataLoader`.
+
+    Limit torch to one thread, ignore SIGINT, obey only the parent's SIGTERM, and print no traceback
+    if the connection to the parent breaks.
+    """
     # Threads in the worker processes would compete for cores, which the processes already use.
     torch.set_num_threads(1)
     # Ctrl+C reaches all processes of a terminal, and `timeout`, systemd and Slurm send SIGTERM to

@@ -1,6 +1,7 @@
 """Draw random textures of backgrounds and objects in synthetic scenes.
 
-Images are `[h, w, 3]` float32 in 0..1. Patterns are `[h, w]` float32 in 0..1.
+Images are `[h, w, 3]` float32 RGB; 0 is black and 1 is white, but values are not clipped. Patterns
+are `[h, w]` float32 in 0..1.
 """
 
 import colorsys
