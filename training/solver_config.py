@@ -84,7 +84,8 @@ class SolverConfig(FrozenConfig):
             raise ValueError(
                 f"steps {list(self.steps)} become {list(steps)} when scaled from "
                 f"{self.scale_from_batch} to {self.images_per_batch} images_per_batch, but no "
-                "two may be equal, and none may be 0; set scale_from_batch=null and a schedule for this batch size"
+                "two may be equal, and none may be 0; set scale_from_batch=null and a schedule for "
+                "this batch size"
             )
         scaled = {
             "scale_from_batch": None,

@@ -75,7 +75,7 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """gRPC metadata with the bearer token, to send with each call. Empty without a token."""
+        """Metadata with the bearer token, to send with each gRPC call. Empty without a token."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
