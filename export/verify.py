@@ -220,7 +220,8 @@ def _compare_image(
         comparison: result to update.
         expected: the checkpoint's detections.
         actual: the exported model's detections.
-        floor: score threshold. Expected detections at or below it are not compared.
+        floor: score threshold. Expected detections at or below it are not compared. It is raised if
+            the checkpoint found the maximum number of detections.
     """
     tolerance = comparison.tolerance
     if expected.is_full:

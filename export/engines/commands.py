@@ -45,7 +45,7 @@ def inspect(plan: Path, as_json: bool) -> None:
 
     Inspect only plans that you trust, because loading a plan can run code. If PLAN is in a bundle,
     its hash must match the manifest. Tensors and layers are listed only if this machine has a GPU
-    that can load the plan; otherwise --json prints the reason as a note.
+    that can load the plan. Otherwise, --json prints the reason as a note if PLAN is in a bundle.
     """
     from .inspection import inspected_layers, inspected_tensors, load_engine
 

@@ -33,10 +33,10 @@ class _Fusion(NamedTuple):
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    In all data types, a convolution is replaced if a ReLU follows, directly or after an addition.
-    In fp16 and bf16, a convolution without ReLU is replaced if it is 1x1 or no addition follows.
-    An addition directly after a replaced convolution is fused. Convolutions without bias, or with
-    groups, are not replaced.
+    In all data types, a convolution is replaced if a ReLU follows, directly or after an addition
+    of a tensor of the same size. In fp16 and bf16, a convolution without ReLU is replaced if it is
+    1x1 or no addition follows. An addition directly after a replaced convolution is fused.
+    Convolutions without bias, or with groups, are not replaced.
 
     Args:
         program: exported program after `run_decompositions`, so without in-place operations.
