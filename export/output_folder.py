@@ -107,7 +107,7 @@ def _lock_in(folder: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary folders of killed exports to `path`."""
+    """Remove the temporary folders that killed exports left beside the output folder `path`."""
     for lock in path.parent.glob(f".{glob.escape(path.name)}.*/{_LOCK_NAME}"):
         # OSError: the export is alive and holds the lock, or the folder is another user's.
         with suppress(OSError), lock.open("r+") as file:

@@ -149,7 +149,9 @@ def png_from_other_formats(data: bytes) -> bytes:
 
 
 def _check_format(data: bytes) -> type[ImageFile] | None:
-    """Return Pillow's reader class for a BMP or TIFF image. None: empty, JPEG, PNG or WebP data.
+    """Return Pillow's reader class for BMP or TIFF data.
+
+    For JPEG, PNG, WebP and empty data, which need no conversion, return None.
 
     Raises:
         ImageError: the data is not empty, and is not a JPEG, PNG, WebP, BMP or TIFF image.

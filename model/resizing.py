@@ -75,9 +75,10 @@ def resize_image(image: NDArray[np.uint8], height: int, width: int, rule: Resize
 def resize_image(
     image: NDArray[np.uint8], height: int, width: int, rule: ResizeRule = "pillow"
 ) -> Pixels:
-    """Resize an image [H, W, 3] to [height, width, 3], in the dtype of `pixel_dtype(rule)`.
+    """Resize an image [H, W, 3] to [height, width, 3], bilinearly.
 
-    All rules are bilinear. With `torchvision`, the result is not antialiased and not rounded.
+    With the rule `torchvision`, the result is float32 without antialiasing. With `pillow` and
+    `detectron2`, it is antialiased and rounded to uint8.
     """
     if rule == "torchvision":
         return _interpolate(image, height, width)

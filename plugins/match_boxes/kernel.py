@@ -53,11 +53,18 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
 def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `MATCH_BEST`.
 
-    `MATCH_BEST` makes the candidates of highest IoU with each ground-truth box positive. With
-    G = `truths` and N = `candidates` per image, inputs are ground-truth boxes [batch, G, 4],
-    candidates [batch, N, 4], or [1, N, 4] if `shared`, both float32, and the last two outputs of
-    `match_boxes_kernel`: the highest IoU of each candidate and of each ground-truth box. The flags
-    positive and negative that `match_boxes_kernel` wrote, both [batch, N] uint8, are updated.
+    `MATCH_BEST` makes the candidates of highest IoU with each ground-truth box positive. An image
+    has G = `truths` ground-truth boxes and N = `candidates` candidates. If `shared`, all images
+    have the same candidates.
+
+    Inputs:
+        - ground-truth boxes [batch, G, 4] float32
+        - candidates [batch, N, 4] or, if `shared`, [1, N, 4] float32
+        - highest IoU of each candidate and of each ground-truth box, as `match_boxes_kernel` wrote
+          them in its last two outputs
+
+    Outputs, which `match_boxes_kernel` wrote first and this kernel updates:
+        - whether a candidate is positive, and whether it is negative: [batch, N] uint8 each
     """
     grid = (-(-candidates // _THREADS), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))

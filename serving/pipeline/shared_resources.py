@@ -154,8 +154,9 @@ class RateLimits:
     def _forget(self, now: float) -> None:
         """If there are more than `_MAX_CLIENTS` clients, drop those that have been idle longest.
 
-        Stop at the first client with a bucket that is not full at time `now`. If this client were
-        dropped, its next request would get full buckets.
+        A client is only dropped if its token buckets are full at time `now`, because a dropped
+        client begins with full buckets. If the client that has been idle longest cannot be dropped,
+        none is.
         """
         while len(self._clients) > _MAX_CLIENTS:
             client, (before, balances) = next(iter(self._clients.items()))

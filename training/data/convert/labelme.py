@@ -72,8 +72,8 @@ def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
     if not labels:
         types = ", ".join(sorted(_AREA_TYPES))
         raise DataError(
-            f"{folder} has LabelMe files without any labelled area"
-            f"{_found_shapes(shapes)}; label shapes of type {types}"
+            f"the LabelMe files in {folder} have no labelled shape that encloses an area"
+            f"{_found_shapes(shapes)}; draw shapes of type {types}, and give each a label"
         )
     categories = tuple(Category(id=n, name=name) for n, name in enumerate(sorted(labels), start=1))
     ids = {category.name: category.id for category in categories}
