@@ -146,11 +146,12 @@ def rles_from_probabilities(
 def whole_pixel_boxes(boxes: NDArray[np.float32], side: int) -> NDArray[np.int64]:
     """Enlarge boxes around their centres by (side + 2) / side, and truncate them to whole pixels.
 
-    As in torchvision, the enlarged boxes also cover the masks' borders of one zero sample.
+    As in torchvision, a mask is padded with one zero sample on each side before it is pasted. The
+    enlarged box covers the padded mask.
 
     Args:
         boxes: [N, 4] xyxy in pixels.
-        side: number of samples along a side of a mask, without its border.
+        side: number of samples along a side of a mask, without the padding.
 
     Returns:
         [N, 4] int64 xyxy: first and last pixel of each enlarged box, both included.

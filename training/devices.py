@@ -58,10 +58,10 @@ def number_of_processes(device: Device, processes: int | None) -> int:
 
 
 def processes_to_start(device: Device, processes: int | None) -> int:
-    """Return the number of training processes to start. 1: the current process does the training.
+    """Return how many training processes the current process must start.
 
-    The result is also 1 if `torchrun` or `maskrcnn train` started the current process as one of the
-    training processes.
+    1 means that it starts none, and does the training itself. This is so if the run has only one
+    process, or if `torchrun` or `maskrcnn train` started this process as one of several.
 
     Raises:
         ValueError: `device` lists GPU numbers, and `processes` differs from their count.

@@ -99,9 +99,12 @@ class DeviceEngine:
     saturating_batches: Final = 3
 
     def __init__(self, backend: Backend, steps: BatchSteps) -> None:
-        """Create an engine. `steps` must use `backend` to compute the model.
+        """Create an engine.
 
-        Closing the engine closes `backend`.
+        Args:
+            backend: Loaded backend. Closing the engine closes it.
+            steps: Processing steps of a batch, from image files to detections. Their step for the
+                model must run on `backend`.
         """
         self._backend = backend
         self._compute = StepChain(steps)

@@ -36,7 +36,7 @@ class CocoArchive:
         return root / self.name
 
     def folder_in(self, root: Path) -> Path:
-        """Return the path of the extracted folder in the folder `root`."""
+        """Return the path of this archive's folder after extraction into the folder `root`."""
         return root / self.folder
 
 
