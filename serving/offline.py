@@ -128,7 +128,9 @@ class Detector:
     def detect_many(
         self, images: Iterable[bytes | str | Path], options: DetectionOptions = DEFAULT_OPTIONS
     ) -> Generator[Outcome, None, None]:
-        """Detect objects in encoded images or files, in batches; see the function `detect_many`.
+        """Detect objects in encoded images or files, in batches.
+
+        Batches overlap as in the function `serving.offline.detect_many`, which this method calls.
 
         Yields:
             The detections or the error of each image, in order.

@@ -60,8 +60,9 @@ def number_of_processes(device: Device, processes: int | None) -> int:
 def processes_to_start(device: Device, processes: int | None) -> int:
     """Return how many training processes the current process must start.
 
-    1 means that it starts none, and does the training itself. This is so if the run has only one
-    process, or if `torchrun` or `maskrcnn train` started this process as one of several.
+    1 means that no process is started, and the current process does the training itself. This is so
+    if the run has only one process, or if `torchrun` or `maskrcnn train` started the current
+    process as one of several.
 
     Raises:
         ValueError: `device` lists GPU numbers, and `processes` differs from their count.

@@ -1,4 +1,4 @@
-"""Loading of weights of any supported program into a model, for training and for `torch.hub`."""
+"""Loading of weights files, also of torchvision or detectron2, for training and `torch.hub`."""
 
 import math
 import shlex

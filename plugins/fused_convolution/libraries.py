@@ -12,7 +12,7 @@ class UnsupportedError(Exception):
 
 
 class Library:
-    """Shared library whose functions return a status."""
+    """Shared library such as cuDNN. Calls of its functions check the status that they return."""
 
     def __init__(self, name: str) -> None:
         """Open the shared library `name`.

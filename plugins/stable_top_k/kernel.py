@@ -36,11 +36,14 @@ class Part(NamedTuple):
 
 
 def prune_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
-    """Return the kernel that keeps the k largest entries of each chunk.
+    """Return the kernel for the first pass of a top-k selection in the parts of a row.
 
-    The top k are selected from each part of a row, such as the scores of one pyramid level. A part
-    is cut into chunks of up to `CHUNK` entries. `prune_launch` sets k. The value type is `float`,
-    `float16` or `bfloat16`.
+    A part is, for example, the scores of one pyramid level. It is cut into chunks of up to `CHUNK`
+    entries. The first pass keeps the k largest entries of each chunk. `prune_launch` sets k.
+
+    Args:
+        value_type: `float`, `float16` or `bfloat16`.
+        parts: Parts of a row.
     """
     return _kernel("prune_top_k", value_type, min(longest(parts), CHUNK), len(parts))
 

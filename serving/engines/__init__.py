@@ -1,1 +1,1 @@
-"""Engines: processing steps of batches on the CPU and the GPU, and their worker processes."""
+"""Engines, which compute batches of images with a loaded model, and their worker processes."""

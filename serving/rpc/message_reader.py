@@ -101,9 +101,9 @@ class PendingMessages:
                     "request, or raise the server's --receive-timeout-s"
                 ) from None
             raise QueueFullError(
-                "the server has too many incompletely received requests (the limit depends on "
-                "queue_size), and this request is the oldest of them on its connection; try again "
-                "later"
+                "the server is receiving too many requests at once (the limit depends on "
+                "queue_size), so it gave up this one, which its connection began to send before "
+                "all others; try again later"
             ) from None
         finally:
             self._waits.pop(wait, None)
