@@ -137,9 +137,7 @@ async def test_no_call_fails_when_two_of_three_servers_stop(
         addresses = ",".join(address for _, address in servers)
         sends = []
         for _ in range(CONNECTIONS):
-            # Longer than by default, because the machine may be busy with other tests.
-            client = AsyncDetectorClient(f"ipv4:{addresses}", timeout_s=90)
-            await stack.enter_async_context(client)
+            client = await stack.enter_async_context(AsyncDetectorClient(f"ipv4:{addresses}"))
             sends += CALLS * [lambda client=client: client.detect(image)]
         async with sending(*sends) as load:
             for (process, _), number in zip(servers, (signal.SIGTERM, signal.SIGINT), strict=False):
