@@ -116,7 +116,7 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
     with processes:
         for future in [processes.submit(_compile, compilation) for compilation in compilations]:
             future.result()
-    target = current_target()
+    target = current_target(torch.device("cuda"))
     return [
         CompiledProgram(path=path.name, sha256=sha256_of(path), target=target)
         for path in (compilation.compiled for compilation in compilations)

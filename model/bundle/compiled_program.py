@@ -32,11 +32,8 @@ from .program import (
 )
 
 
-def current_target(device: torch.device | None = None) -> CompileTarget:
-    """Return the versions of torch and Python, and the compute capability of a GPU.
-
-    None: the current GPU.
-    """
+def current_target(device: torch.device) -> CompileTarget:
+    """Return the versions of torch and Python, and the compute capability of the GPU `device`."""
     major, minor = torch.cuda.get_device_capability(device)
     return CompileTarget(
         torch_version=torch.__version__,

@@ -93,7 +93,8 @@ def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
     images = []
     source = target = 0
     for index in range(0, len(sizes), _SIDES):
-        height, width, chroma_height, chroma_width = sizes[index : index + _SIDES]
+        sides = sizes[index : index + _SIDES]
+        height, width, chroma_height, chroma_width = sides
         halves = (height + 1) // 2, (width + 1) // 2
         if min(height, width) < 1:
             raise ValueError(f"an image of {height}x{width} pixels (height x width) has no pixels")
@@ -106,7 +107,7 @@ def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
                 "image's side, or half of it rounded up"
             )
         chroma = source + height * width
-        images.append(_Image(source, chroma, target, *sizes[index : index + _SIDES]))
+        images.append(_Image(source, chroma, target, *sides))
         source = chroma + 2 * chroma_height * chroma_width
         target += _CHANNELS * height * width
     if source != len(planes):

@@ -62,7 +62,7 @@ class TorchBackend:
         self._manifest = manifest
         artifacts = manifest.artifacts_for(precision, "torch")
         if on_gpu:
-            _warn_if_not_compiled(artifacts)
+            _warn_if_not_compiled(artifacts, device)
         self._max_batch = max_batch
         self._dtypes = {a.bucket: getattr(torch, a.input_dtype) for a in artifacts}
         with _enough_memory(max_batch):
@@ -159,8 +159,8 @@ class TorchBackend:
             torch.cuda.empty_cache()
 
 
-def _warn_if_not_compiled(artifacts: Sequence[Artifact]) -> None:
-    """Log a warning for each program that must be compiled on this machine.
+def _warn_if_not_compiled(artifacts: Sequence[Artifact], device: torch.device) -> None:
+    """Log a warning for each program that must be compiled for the GPU `device`.
 
     Such a program is not compiled yet, or was compiled for another compute capability or another
     version of torch or Python.
@@ -173,7 +173,7 @@ def _warn_if_not_compiled(artifacts: Sequence[Artifact]) -> None:
                 "it on this machine to start faster",
                 artifact.path,
             )
-        elif compiled.target != (here := current_target()):
+        elif compiled.target != (here := current_target(device)):
             _log.warning(
                 "%s was compiled by %s, but this machine has %s: it is compiled again, which takes "
                 "a minute; export it here to start faster",

@@ -26,9 +26,9 @@ LONGEST_PAUSE_S: Final = 5e-4
 # Maximum number of runs to encode at once if masks exceed their buffers: 64 MiB on the device, and
 # half as much RLE text.
 _REPEATED_RUNS: Final = 1 << 24
-# RLE characters per run that suffice for most masks. If they do not, the masks are compressed
-# again.
-_USUAL_CHARACTERS_PER_RUN: Final = 2
+# Buffer size in RLE characters per run, which suffices for most masks. If it does not, the masks
+# are compressed again.
+CHARACTERS_PER_RUN: Final = 2
 
 
 class StreamEvent:
@@ -311,7 +311,7 @@ def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp], run_capacity: in
         run_capacity,
         paste=masks.paste,
     )
-    capacity = _USUAL_CHARACTERS_PER_RUN * run_capacity
+    capacity = CHARACTERS_PER_RUN * run_capacity
     while True:
         text, lengths = (tensor.cpu().numpy() for tensor in compress_runs(runs, num_runs, capacity))
         if lengths.max() <= capacity:

@@ -28,6 +28,7 @@ from ..backends.base import DeviceBackend
 from ..detections import Detections, MaskFormat
 from .base import MODEL_STEP, BatchEntry, ImageRequest, Outcome, PlannedImage, Step
 from .device_batches import (
+    CHARACTERS_PER_RUN,
     LONGEST_PAUSE_S,
     DecodedBatch,
     EncodedMasks,
@@ -58,9 +59,6 @@ _RUN_CAPACITY: Final = 1 << 12
 # the maximum, the buffers of 100 masks take 10 MB on the device, and 3 MB of pinned host memory.
 _MOST_REPEATED: Final = 0.01
 _MAX_RUN_CAPACITY: Final = 1 << 14
-
-# Buffer size in RLE characters per run.
-_CHARACTERS_PER_RUN: Final = 2
 
 # Largest image in pixels that the device decodes. A batch of larger ones would need gigabytes of
 # GPU memory.
@@ -212,7 +210,7 @@ class DeviceSteps:
             if MaskFormat.RLE in wanted:
                 run_capacity = self._run_capacity
                 encoded[MaskFormat.RLE] = encode_masks(
-                    masks, run_capacity, _CHARACTERS_PER_RUN * run_capacity
+                    masks, run_capacity, CHARACTERS_PER_RUN * run_capacity
                 )
             if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
@@ -256,7 +254,7 @@ class DeviceSteps:
         if MaskFormat.RLE not in batch.encoded:
             return [[] for _ in entries]
         masks = EncodedMasks(*batch.encoded[MaskFormat.RLE])
-        run_capacity = masks.text.shape[-1] // _CHARACTERS_PER_RUN
+        run_capacity = masks.text.shape[-1] // CHARACTERS_PER_RUN
         selected = [
             rows if _wants_rles(entry) else rows[:0]
             for rows, entry in zip(kept, entries, strict=True)

@@ -102,8 +102,8 @@ class PendingMessages:
                 ) from None
             raise QueueFullError(
                 "the server is receiving too many requests at once (the limit depends on "
-                "queue_size), so it gave up this one, which its connection began to send before "
-                "all others; try again later"
+                "queue_size), so it dropped this request, the oldest unfinished one of its "
+                "connection; try again later"
             ) from None
         finally:
             self._waits.pop(wait, None)

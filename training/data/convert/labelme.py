@@ -92,7 +92,7 @@ def _found_shapes(shapes: Iterable[Mapping[str, Any]]) -> str:
         _type_of(shape) + ("" if _label_of(shape) else " without label") for shape in shapes
     )
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return f"; its shapes: {counts}" if counts else ""
+    return f"; their shapes: {counts}" if counts else ""
 
 
 def _split_of(path: Path) -> str:
