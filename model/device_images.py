@@ -104,5 +104,4 @@ def resize_pixels(image: Tensor, size: tuple[int, int], rule: ResizeRule = "pill
         return F.interpolate(image[None].float(), size, mode="bilinear", align_corners=False)[0]
     if image.shape[1:] == size:
         return image
-    resized: Tensor = resize_pad([image], size, *size)[0]
-    return resized
+    return resize_pad([image], size, *size)[0]

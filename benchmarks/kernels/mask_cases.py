@@ -161,7 +161,7 @@ def compression_cases(workload: Workload) -> Iterator[KernelCase]:
         "compress_runs",
         f"{count}x{runs.shape[1]}",
         _COMPRESSION_LIMIT,
-        partial(compress_runs, runs, num_runs, 2 * runs.shape[1]),
+        partial(compress_runs, runs, num_runs, 2 * runs.numel()),
         [runs, num_runs],
         KernelBaseline("NumPy", partial(coco_strings, *on_host), on_host=True),
     )

@@ -1,4 +1,4 @@
-"""`maskrcnn::compress_runs`: compression of run lengths to COCO RLE strings."""
+"""Compression of run lengths to COCO RLE strings."""
 
 from .operation import compress_runs
 

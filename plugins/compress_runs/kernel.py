@@ -12,10 +12,11 @@ COMPRESS_RUNS = Kernel("compress_runs/compress_runs.cu", "compress_runs", (("THR
 def compress_runs_launch(masks: int, runs_capacity: int, capacity: int) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `COMPRESS_RUNS`.
 
-    The rows of the tensors have room for `runs_capacity` runs and `capacity` characters per mask.
     Inputs are the run lengths [masks, runs_capacity] int32 and the number of runs of each mask
-    [masks] int32. Outputs are the COCO RLE characters [masks, capacity] uint8 and the length of
-    each mask's string [masks] int32.
+    [masks] int32. Outputs are the COCO RLE characters of all masks [capacity] uint8, and
+    [masks + 1, 2] int64, which must be zero before the launch. Its row for a mask receives the
+    start and the length of the mask's string. If the mask has more runs than `runs_capacity`, the
+    length is -1. The last row receives the total length of the strings.
     """
     return Launch((masks, 1, 1), (_THREADS, 1, 1), (runs_capacity, capacity))
 

@@ -1,4 +1,4 @@
-"""`maskrcnn::paste_rle`: pasting of mask probabilities into images as COCO run lengths."""
+"""Pasting of mask probabilities into images as COCO run lengths."""
 
 from .operation import paste_rle
 

@@ -1,4 +1,4 @@
-"""`maskrcnn::paste_rle`: pasting of mask probabilities into images as COCO run lengths.
+"""Pasting of mask probabilities into images as COCO run lengths.
 
 Contract of all implementations, whose results are equal bit for bit: a mask gets a border of one
 zero sample on each side and is interpolated over its box, in float32, linearly in x and then in y.
@@ -40,7 +40,6 @@ class _PixelSamples(NamedTuple):
     fraction: Tensor
 
 
-@torch.library.custom_op("maskrcnn::paste_rle", mutates_args=(), device_types="cpu")
 def paste_rle(
     masks: Tensor,
     boxes: Tensor,
@@ -60,59 +59,33 @@ def paste_rle(
         paste: `torchvision`: truncate boxes to whole pixels. `detectron2`: do not round boxes.
 
     Returns:
-        run lengths [N, capacity] int32, zero after the last run; and the number of runs [N] int32,
-        including runs beyond the capacity.
+        run lengths [N, capacity] int32, undefined after the last run; and the number of runs [N]
+        int32, including runs beyond the capacity.
 
     Raises:
         ValueError: `paste` is unknown or, on a GPU, an argument has another dtype or shape than
             documented.
     """
     exact = _is_exact(paste)
-    counts, num_runs = _empty_runs(masks, capacity)
-    counts.zero_()
+    num_runs = masks.new_empty(len(masks), dtype=torch.int32)
+    counts = num_runs.new_empty(len(masks), capacity)
+    if masks.is_cuda:
+        dtype = torch.float16 if masks.dtype == torch.float16 else torch.float32
+        side = masks.shape[-1]
+        inputs = [
+            kernel_argument("masks", masks, dtype, (-1, side, side)),
+            kernel_argument("boxes", boxes, torch.float32, (len(masks), 4)),
+            kernel_argument("sizes", sizes, torch.int64, (len(masks), 2)),
+        ]
+        kernel = paste_rle_kernel(_CUDA_TYPES[dtype], side, threshold, exact=exact)
+        launch_kernel(kernel, paste_rle_launch(*counts.shape), inputs, [counts, num_runs])
+        return counts, num_runs
     for index, (height, width) in enumerate(sizes.tolist()):
         pasted = _pasted(masks[index].float(), boxes[index], height, width, threshold, exact)
         runs = _runs(pasted)
         num_runs[index] = len(runs)
         counts[index, : len(runs)] = runs[:capacity]
     return counts, num_runs
-
-
-@paste_rle.register_fake
-def _(
-    masks: Tensor, _boxes: Tensor, _sizes: Tensor, capacity: int, *_rest: object, **_named: object
-) -> tuple[Tensor, Tensor]:
-    return _empty_runs(masks, capacity)
-
-
-@paste_rle.register_kernel("cuda")
-def _(
-    masks: Tensor,
-    boxes: Tensor,
-    sizes: Tensor,
-    capacity: int,
-    threshold: float = 0.5,
-    paste: str = "torchvision",
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.float16 if masks.dtype == torch.float16 else torch.float32
-    side = masks.shape[-1]
-    masks = kernel_argument("masks", masks, dtype, (-1, side, side))
-    count = masks.shape[0]
-    inputs = [
-        masks,
-        kernel_argument("boxes", boxes, torch.float32, (count, 4)),
-        kernel_argument("sizes", sizes, torch.int64, (count, 2)),
-    ]
-    counts, num_runs = _empty_runs(masks, capacity)
-    kernel = paste_rle_kernel(_CUDA_TYPES[dtype], side, threshold, exact=_is_exact(paste))
-    launch_kernel(kernel, paste_rle_launch(count, capacity), inputs, [counts, num_runs])
-    return counts, num_runs
-
-
-def _empty_runs(masks: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    count = masks.shape[0]
-    num_runs = masks.new_empty(count, dtype=torch.int32)
-    return num_runs.new_empty(count, capacity), num_runs
 
 
 def _is_exact(paste: str) -> bool:

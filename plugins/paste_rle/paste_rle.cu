@@ -215,5 +215,4 @@ paste_rle(const PROBABILITY* masks, const float* boxes, const long long* sizes, 
         if (ended.runs < capacity) counts[ended.runs] = height * width - ended.last;
         num_runs[instance] = ended.runs + 1;
     }
-    for (int run = ended.runs + 1 + thread; run < capacity; run += THREADS) counts[run] = 0;
 }

@@ -1,4 +1,4 @@
-"""`maskrcnn::resize_pad`: resizing of images of any sizes into a padded batch."""
+"""Resizing of images of any sizes into a padded batch."""
 
 from .operation import resize_pad
 

@@ -1,4 +1,4 @@
-"""`maskrcnn::resize_pad`: resizing of images of any sizes into a padded batch.
+"""Resizing of images of any sizes into a padded batch.
 
 Contract of all implementations: an image is resized bilinearly with antialiasing, and padded with
 zeros at the right and bottom. Pixel values equal those of `PIL.Image.resize`.
@@ -28,7 +28,6 @@ _CHANNELS = 3
 _PILLOW_CHOOSES_ORDER = int(PIL.__version__.partition(".")[0]) >= 13
 
 
-@torch.library.custom_op("maskrcnn::resize_pad", mutates_args=(), device_types="cpu")
 def resize_pad(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -> Tensor:
     """Resize images and pad them to one size.
 
@@ -48,21 +47,18 @@ def resize_pad(images: Sequence[Tensor], sizes: Sequence[int], height: int, widt
             `width`.
     """
     pairs = _checked_sizes(images, sizes, height, width)
-    batch = _empty_batch(images, height, width).zero_()
+    if images[0].is_cuda:
+        return _resized_by_kernel(images, pairs, height, width)
+    batch = images[0].new_zeros(len(images), _CHANNELS, height, width)
     for row, image, size in zip(batch, images, pairs, strict=True):
         if image.numel():
             row[:, : size[0], : size[1]] = _resized(image, size)
     return batch
 
 
-@resize_pad.register_fake
-def _(images: Sequence[Tensor], _sizes: Sequence[int], height: int, width: int) -> Tensor:
-    return _empty_batch(images, height, width)
-
-
-@resize_pad.register_kernel("cuda")
-def _(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -> Tensor:
-    pairs = _checked_sizes(images, sizes, height, width)
+def _resized_by_kernel(
+    images: Sequence[Tensor], pairs: Sequence[tuple[int, int]], height: int, width: int
+) -> Tensor:
     rows = [
         (
             *(image.data_ptr(), *image.stride(), *image.shape[1:]),
@@ -72,7 +68,7 @@ def _(images: Sequence[Tensor], sizes: Sequence[int], height: int, width: int) -
         for image, size in zip(images, pairs, strict=True)
     ]
     table = table_on_device(rows, images[0].device)
-    batch = _empty_batch(images, height, width)
+    batch = images[0].new_empty(len(images), _CHANNELS, height, width)
     taps = max(map(_taps, images, pairs))
     shape = len(images), taps, max(height, width)
     weights = table.new_empty(table_shape(*shape), dtype=torch.int32)
@@ -127,7 +123,3 @@ def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
     pixels = fromarray(image.permute(1, 2, 0).contiguous().numpy())
     resized = pixels.resize(size[::-1], Resampling.BILINEAR)
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
-
-
-def _empty_batch(images: Sequence[Tensor], height: int, width: int) -> Tensor:
-    return images[0].new_empty(len(images), _CHANNELS, height, width)

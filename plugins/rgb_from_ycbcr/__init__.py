@@ -1,4 +1,4 @@
-"""`maskrcnn::rgb_from_ycbcr`: conversion of decoded JPEG planes to RGB."""
+"""Conversion of decoded JPEG planes to RGB."""
 
 from .operation import rgb_from_ycbcr
 

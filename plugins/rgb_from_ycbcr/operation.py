@@ -1,4 +1,4 @@
-"""`maskrcnn::rgb_from_ycbcr`: conversion of decoded JPEG planes to RGB.
+"""Conversion of decoded JPEG planes to RGB.
 
 Contract of all implementations: pixel values equal those that libjpeg-turbo computes from the same
 planes with its default settings, which are Pillow's. Chroma planes of half the width or height are
@@ -42,7 +42,6 @@ class _Image(NamedTuple):
 
 # All planes are one tensor, and all images another: torch releases the GIL whenever a tensor is
 # freed, and the thread must then wait for the GIL.
-@torch.library.custom_op("maskrcnn::rgb_from_ycbcr", mutates_args=(), device_types="cpu")
 def rgb_from_ycbcr(planes: Tensor, sizes: Sequence[int]) -> Tensor:
     """Upsample chroma planes, and convert images to RGB.
 
@@ -61,19 +60,14 @@ def rgb_from_ycbcr(planes: Tensor, sizes: Sequence[int]) -> Tensor:
             it.
     """
     images = _checked_images(planes, sizes)
+    if planes.is_cuda:
+        return _converted_by_kernel(planes.contiguous(), images)
     return torch.cat([_converted(*_planes_of(planes, image)).flatten() for image in images])
 
 
-@rgb_from_ycbcr.register_fake
-def _(planes: Tensor, sizes: Sequence[int]) -> Tensor:
-    return _empty_rgb(planes, _checked_images(planes, sizes))
-
-
-@rgb_from_ycbcr.register_kernel("cuda")
-def _(planes: Tensor, sizes: Sequence[int]) -> Tensor:
-    planes = planes.contiguous()
-    images = _checked_images(planes, sizes)
-    pixels = _empty_rgb(planes, images)
+def _converted_by_kernel(planes: Tensor, images: Sequence[_Image]) -> Tensor:
+    last = images[-1]
+    pixels = planes.new_empty(last.rgb + _CHANNELS * last.height * last.width)
     source, target = planes.data_ptr(), pixels.data_ptr()
     rows = [(source + i.luma, source + i.chroma, target + i.rgb, *i[3:]) for i in images]
     table = table_on_device(rows, planes.device)
@@ -113,11 +107,6 @@ def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
     if source != len(planes):
         raise ValueError(f"the images of `sizes` have {source} samples, but `planes` {len(planes)}")
     return images
-
-
-def _empty_rgb(planes: Tensor, images: Sequence[_Image]) -> Tensor:
-    last = images[-1]
-    return planes.new_empty(last.rgb + _CHANNELS * last.height * last.width)
 
 
 def _planes_of(planes: Tensor, image: _Image) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,12 +23,11 @@ from .base import BatchEntry, ImageRequest
 FIRST_PAUSE_S: Final = 1e-4
 LONGEST_PAUSE_S: Final = 5e-4
 
-# Maximum number of runs to encode at once if masks exceed their buffers: 64 MiB on the device, and
-# half as much RLE text.
+# Alignment in bytes of arrays that share an allocation: that of the largest element, an int64.
+_ALIGNMENT: Final = 8
+
+# Maximum number of runs to encode at once if masks exceed their buffers: 64 MiB on the device.
 _REPEATED_RUNS: Final = 1 << 24
-# Buffer size in RLE characters per run, which suffices for most masks. If it does not, the masks
-# are compressed again.
-CHARACTERS_PER_RUN: Final = 2
 
 
 class StreamEvent:
@@ -173,12 +172,17 @@ def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 def copy_to_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
     """Queue copies of tensors to host memory in the current stream. Return the host arrays.
 
-    The arrays are valid once the stream has run the copies.
+    The arrays are valid once the stream has run the copies. They share one allocation.
     """
-    hosts = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]
-    for host, tensor in zip(hosts, tensors, strict=True):
-        host.copy_(tensor, non_blocking=True)
-    return [host.numpy() for host in hosts]
+    # One allocation, because torch tracks each block of pinned memory with CUDA events.
+    sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+    *starts, size = accumulate(sizes, initial=0)
+    memory = torch.empty(size, dtype=torch.uint8, pin_memory=tensors[0].is_cuda)
+    hosts = []
+    for tensor, start in zip(tensors, starts, strict=True):
+        host = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        hosts.append(host.copy_(tensor, non_blocking=True).numpy())
+    return hosts
 
 
 def scales_and_limits(
@@ -191,12 +195,12 @@ def scales_and_limits(
         source_sizes: [B, 2], height and width of the source images.
 
     Returns:
-        [2, B, 1, 4] float32. Element [0]: factor for each coordinate of an xyxy box. Element [1]:
+        [2, B, 4] float32. Element [0]: factor for each coordinate of an xyxy box. Element [1]:
         upper limit of each coordinate in pixels of the source image.
     """
     # In NumPy, because torch would launch ten kernels on the GPU.
     corners, limits = (
-        pairs[:, None, [1, 0, 1, 0]].astype(np.float32) for pairs in (sizes, source_sizes)
+        pairs.take([1, 0, 1, 0], axis=1).astype(np.float32) for pairs in (sizes, source_sizes)
     )
     return np.stack([limits / corners, limits])
 
@@ -206,8 +210,8 @@ def boxes_in_sources(boxes: Tensor, scales: Tensor, limits: Tensor) -> Tensor:
 
     Args:
         boxes: [B, D, 4] float32 xyxy in pixels of the resized images.
-        scales: [B, 1, 4] float32 from `scales_and_limits`.
-        limits: [B, 1, 4] float32 from `scales_and_limits`.
+        scales: [B, 1, 4] float32, the first element of the output of `scales_and_limits`.
+        limits: [B, 1, 4] float32, the second one.
 
     Returns:
         [B, D, 4] in pixels of the source images.
@@ -221,12 +225,12 @@ Array = TypeVar("Array", Tensor, NDArray[Any])
 class EncodedMasks(NamedTuple, Generic[Array]):
     """COCO RLE `counts` of a batch's masks: tensors on a device, or arrays on the host."""
 
-    # [B, D, capacity] uint8: the characters of each mask, then undefined bytes.
+    # [capacity] uint8: the characters of all masks.
     text: Array
-    # [B, D] int32: characters of each mask. If more than `capacity`, its text is truncated.
-    lengths: Array
-    # [B, D] int32: runs of each mask. If more than the run capacity, its text is invalid.
-    num_runs: Array
+    # [B * D, 2] int64: start and length of each mask's characters in `text`. The length is -1 if
+    # the mask exceeds the buffer for runs. If the characters end after the capacity, they are cut
+    # off.
+    spans: Array
 
 
 def encode_masks(masks: MaskBatch, run_capacity: int, capacity: int) -> EncodedMasks[Tensor]:
@@ -235,34 +239,23 @@ def encode_masks(masks: MaskBatch, run_capacity: int, capacity: int) -> EncodedM
     Args:
         masks: Masks on any device.
         run_capacity: Buffer size in RLE runs per mask.
-        capacity: Buffer size in RLE characters per mask.
+        capacity: Buffer size in RLE characters of all masks together.
 
     Returns:
-        The encoded masks. The RLE of a mask that exceeds a buffer is invalid here; `selected_rles`
-        encodes this mask again.
+        The encoded masks. `selected_rles` encodes those again that exceed a buffer.
     """
-    images, depth = masks.boxes.shape[:2]
-    runs, num_runs = paste_rle(
-        masks.probabilities.flatten(0, 1),
-        masks.boxes.flatten(0, 1),
-        masks.source_sizes.repeat_interleave(depth, dim=0, output_size=images * depth),
-        run_capacity,
-        paste=masks.paste,
+    depth = masks.boxes.shape[1]
+    sizes = masks.source_sizes.repeat_interleave(
+        depth, dim=0, output_size=depth * len(masks.source_sizes)
     )
-    text, lengths = compress_runs(runs, num_runs, capacity)
-    return EncodedMasks(
-        text.view(images, depth, capacity),
-        lengths.view(images, depth),
-        num_runs.view(images, depth),
-    )
+    pasted = masks.probabilities.flatten(0, 1), masks.boxes.flatten(0, 1), sizes
+    runs = paste_rle(*pasted, run_capacity, paste=masks.paste)
+    return EncodedMasks(*compress_runs(*runs, capacity))
 
 
 def selected_rles(
-    masks: MaskBatch,
-    encoded: EncodedMasks[NDArray[Any]],
-    run_capacity: int,
-    rows: Sequence[NDArray[np.intp]],
-) -> tuple[list[list[bytes]], int]:
+    masks: MaskBatch, encoded: EncodedMasks[NDArray[Any]], rows: Sequence[NDArray[np.intp]]
+) -> list[list[bytes]]:
     """Return the COCO RLE `counts` of selected masks.
 
     Masks that did not fit the buffers of `encode_masks` are encoded again in larger buffers.
@@ -270,52 +263,55 @@ def selected_rles(
     Args:
         masks: Masks of the batch, on a device.
         encoded: Output of `encode_masks` for `masks`, copied to the host.
-        run_capacity: The `run_capacity` given to `encode_masks`.
         rows: For each image, [N] indices of its selected masks.
 
     Returns:
-        For each image, the `counts` of its N masks; and the number of masks encoded again.
+        For each image, the `counts` of its N masks.
     """
     chosen = np.concatenate([row + image * masks.boxes.shape[1] for image, row in enumerate(rows)])
-    lengths, num_runs = (array.reshape(-1)[chosen] for array in encoded[1:])
-    capacity = encoded.text.shape[-1]
-    text = encoded.text.reshape(-1).data
-    starts = (capacity * chosen).tolist()
-    counts = [
-        bytes(text[start : start + length])
-        for start, length in zip(starts, lengths.tolist(), strict=True)
-    ]
-    exceeding = np.flatnonzero((num_runs > run_capacity) | (lengths > capacity))
-    # In parts, because a few noisy masks can have a hundred times as many runs as others.
-    size = max(1, _REPEATED_RUNS // max(1, num_runs[exceeding].max(initial=0)))
-    for part in np.split(exceeding, range(size, len(exceeding), size)) if len(exceeding) else ():
-        repeated = _encode_exactly(masks, chosen[part], int(num_runs[part].max()))
-        for index, own in zip(part.tolist(), repeated, strict=True):
+    starts, lengths = encoded.spans[chosen].T
+    ends = starts + lengths
+    counts = _slices(encoded.text, starts, ends)
+    exceeding = np.flatnonzero((lengths < 0) | (ends > len(encoded.text)))
+    if len(exceeding):
+        repeated = _encode_exactly(masks, chosen[exceeding])
+        for index, own in zip(exceeding.tolist(), repeated, strict=True):
             counts[index] = own
     remaining = iter(counts)
-    return [list(islice(remaining, len(row))) for row in rows], len(exceeding)
+    return [list(islice(remaining, len(row))) for row in rows]
 
 
-def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp], run_capacity: int) -> list[bytes]:
-    """Encode masks of at most `run_capacity` RLE runs each, and return their COCO `counts`.
+def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp]) -> list[bytes]:
+    """Encode masks of any number of RLE runs, and return their COCO `counts`.
 
     `chosen` are flat indices of masks in the batch: image * D + detection.
     """
-    # Few transfers, because each waits for masks of other batches that are encoded again. The last
-    # one waits for the stream, so the batch's tensors may be freed afterwards.
+    # Few transfers, because each waits for masks of other batches that are encoded again.
     index = torch.from_numpy(chosen).to(masks.boxes.device)
-    runs, num_runs = paste_rle(
-        masks.probabilities.flatten(0, 1)[index],
-        masks.boxes.flatten(0, 1)[index],
-        masks.source_sizes[index // masks.boxes.shape[1]],
-        run_capacity,
-        paste=masks.paste,
-    )
-    capacity = CHARACTERS_PER_RUN * run_capacity
-    while True:
-        text, lengths = (tensor.cpu().numpy() for tensor in compress_runs(runs, num_runs, capacity))
-        if lengths.max() <= capacity:
-            return [
-                row[:length].tobytes() for row, length in zip(text, lengths.tolist(), strict=True)
-            ]
-        capacity = int(lengths.max())
+    probabilities = masks.probabilities.flatten(0, 1)[index]
+    boxes = masks.boxes.flatten(0, 1)[index]
+    sizes = masks.source_sizes[index // masks.boxes.shape[1]]
+    _, num_runs = paste_rle(probabilities, boxes, sizes, 0, paste=masks.paste)
+    run_capacity = int(num_runs.max())
+    # In parts, because a few noisy masks can have a hundred times as many runs as others.
+    size = max(1, _REPEATED_RUNS // run_capacity)
+    counts: list[bytes] = []
+    for start in range(0, len(chosen), size):
+        part = slice(start, start + size)
+        runs = paste_rle(
+            probabilities[part], boxes[part], sizes[part], run_capacity, paste=masks.paste
+        )
+        _, spans = compress_runs(*runs, 0)
+        text, spans = compress_runs(*runs, int(spans[:, 1].sum()))
+        # The last transfer waits for the stream, so the batch's tensors may be freed afterwards.
+        starts, lengths = spans.cpu().numpy().T
+        counts += _slices(text.cpu().numpy(), starts, starts + lengths)
+    return counts
+
+
+def _slices(
+    text: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> list[bytes]:
+    """Return the bytes of `text` from each of `starts` to the corresponding one of `ends`."""
+    data = text.data
+    return [bytes(data[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]

@@ -1,8 +1,9 @@
 """Processing of batches on the GPU: image files in, encoded masks out.
 
-Decoding, padding, the model, mask pasting and repeated mask encoding each have a CUDA stream, so
-that these steps of successive batches overlap. A batch's tensors are freed after its last step,
-when no stream uses them. Decoded images can be large, so they are freed as soon as they are padded.
+Decoding, padding, the model and mask encoding each have a CUDA stream, so that these steps of
+successive batches overlap. Masks that exceed the encoder's buffers are encoded again in one more
+stream. A batch's tensors are freed after its last step, when no stream uses them. Decoded images
+can be large, so they are freed as soon as they are padded.
 """
 
 import dataclasses
@@ -28,7 +29,6 @@ from ..backends.base import DeviceBackend
 from ..detections import Detections, MaskFormat
 from .base import MODEL_STEP, BatchEntry, ImageRequest, Outcome, PlannedImage, Step
 from .device_batches import (
-    CHARACTERS_PER_RUN,
     LONGEST_PAUSE_S,
     DecodedBatch,
     EncodedMasks,
@@ -51,14 +51,12 @@ from .postprocessing import detections_from_rows, kept_rows
 
 _log = logging.getLogger(__name__)
 
-# First buffer size in runs per mask: two runs in each column of an image 2048 pixels wide, which
-# suffices for a convex object. Masks with more runs are encoded again in larger buffers.
-_RUN_CAPACITY: Final = 1 << 12
-
-# The buffers double, and stay so, if more than this share of a batch's masks is encoded again. At
-# the maximum, the buffers of 100 masks take 10 MB on the device, and 3 MB of pinned host memory.
-_MOST_REPEATED: Final = 0.01
-_MAX_RUN_CAPACITY: Final = 1 << 14
+# Buffer size of the mask encoder in RLE runs per mask, and in RLE characters per mask on average.
+# Masks that exceed the buffers are encoded again. Object outlines have two runs per image column,
+# so this suffices for convex objects 8192 pixels wide, and for noisy masks of smaller images.
+# The buffers of 100 masks take 6.5 MB on the device, and 0.4 MB of pinned host memory.
+_RUN_CAPACITY: Final = 1 << 14
+_CHARACTERS: Final = 1 << 12
 
 # Largest image in pixels that the device decodes. A batch of larger ones would need gigabytes of
 # GPU memory.
@@ -85,8 +83,8 @@ class DeviceSteps:
         Args:
             backend: Backend that computes the model.
             manifest: Manifest of the backend's bundle.
-            run_capacity: First size of the mask encoder's buffer, in RLE runs per mask. Masks with
-                more runs are encoded again in a larger buffer.
+            run_capacity: Size of the mask encoder's buffer, in RLE runs per mask. Masks with more
+                runs are encoded again in a larger buffer.
             longest_pause_s: Longest pause, in seconds, between polls for the end of a batch. Short
                 pauses take more CPU time.
         """
@@ -146,8 +144,11 @@ class DeviceSteps:
             batch.ready.block(self._padding)
             padded = self._padded(batch)
             host_sizes = np.array([[i.size for i in images], [i.source_size for i in images]])
-            sizes, source_sizes = copy_to_device(host_sizes, self._device)
-            scales, limits = copy_to_device(scales_and_limits(*host_sizes), self._device)
+            floats = scales_and_limits(*host_sizes)
+            # One copy: two float32 are as large as an int64.
+            table = np.concatenate([host_sizes, floats.view(np.int64)])
+            on_device = copy_to_device(table, self._device)
+            scales, limits = on_device[2:].view(torch.float32)[:, :, None]
             entries = [
                 own if isinstance(own, ImageError) else request
                 for request, own in zip(batch.requests, batch.pixels, strict=True)
@@ -156,8 +157,8 @@ class DeviceSteps:
                 batch.requests[0].bucket,
                 entries,
                 padded,
-                sizes,
-                source_sizes,
+                on_device[0],
+                on_device[1],
                 scales,
                 limits,
                 batch.begin,
@@ -186,8 +187,7 @@ class DeviceSteps:
                     row[:, :height, :width] = resize_pixels(image, request.image.size, rule)
             return rows
         sizes = [side for request in batch.requests for side in request.image.size]
-        padded: Tensor = resize_pad(on_device, sizes, *bucket)
-        return padded
+        return resize_pad(on_device, sizes, *bucket)
 
     def _infer(self, batch: PreparedBatch) -> InferredBatch:
         with self._module.stream(self._computing):
@@ -208,10 +208,8 @@ class DeviceSteps:
             wanted = {request.options.mask_format for request in requests}
             encoded: dict[MaskFormat, Sequence[Tensor]] = {}
             if MaskFormat.RLE in wanted:
-                run_capacity = self._run_capacity
-                encoded[MaskFormat.RLE] = encode_masks(
-                    masks, run_capacity, CHARACTERS_PER_RUN * run_capacity
-                )
+                capacity = _CHARACTERS * outputs.scores.numel()
+                encoded[MaskFormat.RLE] = encode_masks(masks, self._run_capacity, capacity)
             if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
             detections = (outputs.num_detections, boxes, outputs.scores, outputs.labels)
@@ -247,27 +245,21 @@ class DeviceSteps:
     def _rles(self, batch: PastedBatch, kept: Sequence[NDArray[np.intp]]) -> list[list[bytes]]:
         """Return the COCO RLE `counts` of each image's kept masks.
 
-        The list of an image is empty if its request does not ask for RLE masks. If many masks
-        exceeded the encoder's buffers, later batches get larger buffers.
+        The list of an image is empty if its request does not ask for RLE masks.
         """
         entries = batch.inferred.prepared.entries
         if MaskFormat.RLE not in batch.encoded:
             return [[] for _ in entries]
-        masks = EncodedMasks(*batch.encoded[MaskFormat.RLE])
-        run_capacity = masks.text.shape[-1] // CHARACTERS_PER_RUN
         selected = [
             rows if _wants_rles(entry) else rows[:0]
             for rows, entry in zip(kept, entries, strict=True)
         ]
-        # Masks with more runs than `run_capacity` are encoded again, in a stream of their own: the
-        # stream for pasting already waits for the model of the next batch.
+        # Masks that exceed the buffers are encoded again, in a stream of their own: the stream for
+        # pasting already waits for the model of the next batch.
         with self._module.stream(self._repeating):
-            rles, repeated = selected_rles(batch.masks, masks, run_capacity, selected)
-        if repeated > _MOST_REPEATED * sum(map(len, rles)):
-            # Batches that were encoded before the buffers grew must not let them grow again.
-            grown = min(2 * run_capacity, _MAX_RUN_CAPACITY)
-            self._run_capacity = max(self._run_capacity, grown)
-        return rles
+            return selected_rles(
+                batch.masks, EncodedMasks(*batch.encoded[MaskFormat.RLE]), selected
+            )
 
     def _detections(
         self,

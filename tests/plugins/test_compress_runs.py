@@ -12,9 +12,9 @@ def on_device(rows: list[list[int]], device: str) -> tuple[Tensor, Tensor]:
     return counts, num_runs
 
 
-def strings(text: Tensor, lengths: Tensor) -> list[bytes]:
-    rows = zip(text.cpu().numpy(), lengths.tolist(), strict=True)
-    return [row[:length].tobytes() for row, length in rows]
+def strings(text: Tensor, spans: Tensor) -> list[bytes]:
+    characters = text.cpu().numpy().tobytes()
+    return [characters[start : start + length] for start, length in spans.tolist()]
 
 
 RANDOM = np.random.default_rng(0)
@@ -26,29 +26,31 @@ LONG_ROWS = [
 
 @pytest.mark.parametrize("rows", [*ROWS, *LONG_ROWS], ids=range(len(ROWS) + len(LONG_ROWS)))
 def test_strings_equal_pycocotools(rows: list[list[int]], device: str) -> None:
-    capacity = 7 * max((30, *map(len, rows)))
-    text, lengths = compress_runs(*on_device(rows, device), capacity)
-    assert strings(text, lengths) == pycocotools_strings(rows)
-
-
-def test_lengths_include_characters_beyond_the_capacity(device: str) -> None:
-    rows = [[1, 2, 3], list(range(1, 60))]
-    text, lengths = compress_runs(*on_device(rows, device), 10)
     expected = pycocotools_strings(rows)
-    assert lengths.tolist() == list(map(len, expected))
-    assert strings(text, lengths.clamp(max=10)) == [string[:10] for string in expected]
+    total = sum(map(len, expected))
+    text, spans = compress_runs(*on_device(rows, device), total + 5)
+    assert strings(text, spans) == expected
+    ends = sorted((start, start + length) for start, length in spans.tolist())
+    assert [start for start, _ in ends] == [0, *(end for _, end in ends)][: len(rows)]
 
 
-def test_excessive_num_runs_stay_in_bounds(device: str) -> None:
+@pytest.mark.parametrize("capacity", [0, 10])
+def test_spans_include_characters_beyond_the_capacity(capacity: int, device: str) -> None:
+    rows = [[1, 2, 3], list(range(1, 60))]
+    text, spans = compress_runs(*on_device(rows, device), capacity)
+    expected = pycocotools_strings(rows)
+    assert spans[:, 1].tolist() == list(map(len, expected))
+    starts = spans[:, 0].tolist()
+    for found, string, start in zip(strings(text, spans), expected, starts, strict=True):
+        assert found == string[: max(0, capacity - start)]
+
+
+def test_masks_with_too_many_runs_have_no_string(device: str) -> None:
     counts = torch.ones(3, 8, dtype=torch.int32, device=device)
-    num_runs = torch.tensor([8, 500, 2**30], dtype=torch.int32, device=device)
-    _, lengths = compress_runs(counts, num_runs, 4)
-    assert lengths.tolist() == [8, 8, 8]
-
-
-def test_opcheck(device: str) -> None:
-    arguments = (*on_device([[3, 4, 5], [1]], device), 16)
-    torch.library.opcheck(compress_runs, arguments, test_utils=["test_schema", "test_faketensor"])
+    num_runs = torch.tensor([500, 8, 2**30], dtype=torch.int32, device=device)
+    text, spans = compress_runs(counts, num_runs, 20)
+    assert spans[:, 1].tolist() == [-1, 8, -1]
+    assert strings(text, spans[1:2]) == pycocotools_strings([[1] * 8])
 
 
 @pytest.mark.gpu

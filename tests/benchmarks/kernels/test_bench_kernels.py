@@ -98,9 +98,10 @@ def assert_same_rles(case: KernelCase) -> None:
 
 def assert_same_strings(case: KernelCase) -> None:
     (baseline,) = case.baselines
-    text, lengths = case.run()
-    rows = zip(text.numpy(), lengths.tolist(), strict=True)
-    assert [row[:length].tobytes() for row, length in rows] == baseline.run()
+    text, spans = case.run()
+    characters = text.numpy().tobytes()
+    strings = [characters[start : start + length] for start, length in spans.tolist()]
+    assert strings == baseline.run()
 
 
 def assert_same_pixels(case: KernelCase) -> None:

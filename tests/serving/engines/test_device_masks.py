@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from maskrcnn_trt.model.masks import rles_from_probabilities
+from maskrcnn_trt.serving.engines import device_batches
 from maskrcnn_trt.serving.engines.device_batches import (
     EncodedMasks,
     MaskBatch,
@@ -24,7 +25,7 @@ def random_masks(device: str) -> tuple[torch.Tensor, MaskBatch]:
     corners = torch.rand(2, 5, 2, 2, generator=generator) * 140 - 10
     boxes = torch.cat([corners.amin(2), corners.amax(2)], dim=-1).to(device)
     source_sizes = torch.from_numpy(SOURCE_SIZES).to(device)
-    scales, limits = torch.from_numpy(scales_and_limits(SIZES, SOURCE_SIZES)).to(device)
+    scales, limits = torch.from_numpy(scales_and_limits(SIZES, SOURCE_SIZES)[:, :, None]).to(device)
     probabilities = torch.rand(2, 5, 14, 14, generator=generator).to(device)
     in_sources = boxes_in_sources(boxes, scales, limits)
     return boxes, MaskBatch(probabilities, in_sources, source_sizes, "torchvision")
@@ -42,24 +43,20 @@ def test_boxes_are_scaled_and_clipped(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("capacities", [(4000, 8000), (4000, 30), (20, 8000), (0, 0)])
-@pytest.mark.parametrize(
-    ("rows", "exceeding"),
-    [([0, 1, 2, 3, 4], []), ([0, 1, 2, 3, 4], [1, 2, 4]), ([3, 1], []), ([], [])],
-)
+@pytest.mark.parametrize("run_capacity", [4000, 20, 0])
+@pytest.mark.parametrize("capacity", [80_000, 300, 0])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [3, 1], []])
 def test_rles_equal_those_of_the_cpu_at_any_capacity(
-    device: str, capacities: tuple[int, int], rows: list[int], exceeding: list[int]
+    device: str, run_capacity: int, capacity: int, rows: list[int]
 ) -> None:
     _, masks = random_masks(device)
-    on_device = encode_masks(masks, *capacities)
+    on_device = encode_masks(masks, run_capacity, capacity)
     on_host = EncodedMasks(*(tensor.cpu().numpy() for tensor in on_device))
-    too_large = (on_host.num_runs > capacities[0]) | (on_host.lengths > capacities[1])
-    assert too_large.any() == (capacities != (4000, 8000))
-    on_host.num_runs[:, exceeding] = np.maximum(on_host.num_runs[:, exceeding], capacities[0] + 1)
+    starts, lengths = on_host.spans.T
+    assert (lengths < 0).any() == (run_capacity < 4000)
+    assert (starts + lengths > capacity).any() or capacity == 80_000 or run_capacity < 4000
     chosen = np.array(rows, np.intp)
-    found, repeated = selected_rles(masks, on_host, capacities[0], [chosen, chosen[::-1]])
-    too_large = (on_host.num_runs > capacities[0]) | (on_host.lengths > capacities[1])
-    assert repeated == np.count_nonzero(too_large[:, chosen])
+    found = selected_rles(masks, on_host, [chosen, chosen[::-1]])
     for image, (height, width) in enumerate(SOURCE_SIZES):
         expected = rles_from_probabilities(
             masks.probabilities[image].cpu().numpy()[chosen],
@@ -69,3 +66,16 @@ def test_rles_equal_those_of_the_cpu_at_any_capacity(
         )
         counts = found[image][::-1] if image else found[image]
         assert counts == [rle.counts for rle in expected]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_masks_are_encoded_again_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, masks = random_masks(device)
+    all_rows = [np.arange(5)] * 2
+    encodings = []
+    for run_capacity, most in ((4000, 1 << 24), (0, 1000), (0, 1)):
+        monkeypatch.setattr(device_batches, "_REPEATED_RUNS", most)
+        encoded = encode_masks(masks, run_capacity, 80_000)
+        on_host = EncodedMasks(*(tensor.cpu().numpy() for tensor in encoded))
+        encodings.append(selected_rles(masks, on_host, all_rows))
+    assert encodings[0] == encodings[1] == encodings[2]

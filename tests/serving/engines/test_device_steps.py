@@ -113,19 +113,6 @@ def test_images_decoded_on_the_host(backend: TorchBackend, manifest: Manifest) -
             assert own.rles == other.rles
 
 
-def test_buffers_grow_if_masks_exceed_them(backend: TorchBackend, manifest: Manifest) -> None:
-    requests = planned([smooth(0, LANDSCAPE, "PNG")], backend, manifest, DEFAULT_OPTIONS)
-    *others, last = DeviceSteps(backend, manifest, run_capacity=3).steps
-    capacities = []
-    for _ in range(2):
-        batch: Any = requests
-        for step in others:
-            batch = step.run(batch)
-        capacities.append(batch.encoded[MaskFormat.RLE][0].shape[-1])
-        last.run(batch)
-    assert capacities[1] == 2 * capacities[0]
-
-
 @pytest.mark.gpu
 def test_masks_are_encoded_again_before_the_next_batch(
     backend: TorchBackend, manifest: Manifest
