@@ -24,6 +24,9 @@ from .machine import MachineInfo, describe_machine
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# Width in characters of tables that are not written to a terminal.
+_FILE_WIDTH = 240
+
 json_option = click.option(
     "--json",
     "json_path",
@@ -113,6 +116,9 @@ def publish(record: Record, json_path: Path | None = None, folder: Path | None =
             `json_path`. None: write none of these three.
     """
     console = Console()
+    if not console.is_terminal:
+        # Rich assumes 80 columns, to which it cuts the cells of wide tables.
+        console.width = _FILE_WIDTH
     console.print(Text(record.title, style="bold"))
     for table in record.tables:
         if table.on_terminal:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from ...model.plurals import counted
-from ..common.record import PlotGrid, Record, ResultTable, output_option, publish
+from ..common.record import (
+    PlotGrid,
+    Record,
+    ResultTable,
+    json_option,
+    output_option,
+    publish,
+)
 from .measure import (
     GpuSteps,
     TrainEngine,
@@ -79,6 +86,7 @@ model. It draws its own random samples of anchors and proposals. Its tensors sta
 @click.option(
     "--warmup", type=click.IntRange(min=0), default=10, help="Untimed first steps of each run."
 )
+@json_option
 @output_option("a page, plots of the losses")
 def train(
     config: str,
@@ -91,6 +99,7 @@ def train(
     use_synthetic_data: bool,
     iterations: int,
     warmup: int,
+    json_path: Path | None,
     output: Path | None,
 ) -> None:
     """Train a configuration in several precisions, and compare speed and losses.
@@ -126,7 +135,7 @@ def train(
             f"measuring {engine} in {precision} ...", err=True
         ),
     )
-    publish(train_record(results), folder=output)
+    publish(train_record(results), json_path, output)
 
 
 def train_record(results: Sequence[TrainResult]) -> Record:
