@@ -136,6 +136,6 @@ def check_order(transforms: tuple[TransformConfig, ...]) -> None:
     for transform in transforms[:-1]:
         if isinstance(transform, SimpleCopyPasteConfig):
             raise ValueError(
-                "SimpleCopyPaste must be the last of transforms, because the transforms before it "
-                "also apply to the image whose objects are pasted"
+                "SimpleCopyPaste must be the last of transforms, because all others apply to both "
+                "images: the one that receives objects, and the one whose objects are pasted"
             )

@@ -117,9 +117,10 @@ def measure_models(
         The results, without failures and GPU profiles.
 
     Raises:
-        BundleError: the first model is a bundle that cannot be read.
-        CheckpointError: the first model is not a checkpoint.
-        MeasurementError: an engine failed and `on_measurement` is None.
+        BundleError, CheckpointError: `settings` has no input size, and that of the first model
+            cannot be read.
+        MeasurementError: an engine failed, or its model cannot be read, and `on_measurement` is
+            None.
     """
     bucket = settings.bucket or first_bucket(models[0])
     results: list[InferResult] = []

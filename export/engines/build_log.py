@@ -48,10 +48,10 @@ class BuildLog:
                 file.close()
 
     def write(self, severity: str, message: str) -> None:
-        """Write a message of TensorRT to the file, if a section is open.
+        """Add a message of TensorRT to the log.
 
-        If the message is an error, also append it to the attribute `errors`. If it lists the
-        engine's layers, store it in the attribute `listing`.
+        An error is also appended to the attribute `errors`, and a list of the engine's layers is
+        stored in the attribute `listing`. Outside of sections, nothing is written to the file.
         """
         # Messages after a section are expected, because TensorRT frees some objects late.
         if severity in ERRORS:

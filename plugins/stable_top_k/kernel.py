@@ -49,12 +49,14 @@ def prune_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
 
 
 def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launch:
-    """Return the grid, block and scalar arguments of `prune_kernel` for L parts.
+    """Return the grid, block and scalar arguments of `prune_kernel` for L parts of each row.
+
+    The kernel keeps, of the candidates of a part, the k largest of each chunk of `CHUNK`.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
     [rows, L, C] int32. A part's candidates are ascending indices into the row of values. C is the
     largest number of candidates of a part. If the tensor of candidates is empty, all entries of a
-    part are candidates. The output is the indices of the remaining candidates, ascending,
+    part are candidates. The output is the indices of the candidates that are kept, ascending,
     [rows, L, survivors(C, k)] int32.
     """
     count = longest(parts)

@@ -189,9 +189,9 @@ def _raw_contents(inputs: Sequence[InputTensor], binary: memoryview) -> list[byt
         start += size
     if start < len(binary):
         raise InvalidRequestError(
-            f"the body has {len(binary) - start} bytes too many after the JSON; check the inputs' "
-            f"{_SIZE}, which must add up to the size of the binary data, and "
-            "Inference-Header-Content-Length, the size of the JSON in bytes"
+            f"the body has {len(binary) - start} bytes too many after the JSON; check that the "
+            f"inputs' {_SIZE} add up to the size of the binary data, and that "
+            "Inference-Header-Content-Length is the size of the JSON in bytes"
         )
     return contents
 

@@ -143,7 +143,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     def __init__(self, policy: AccessPolicy, config: ServeConfig, models: ModelRepository) -> None:
         """Create the interceptor.
 
-        `config.queue_size` limits the number of calls that wait for a request message.
+        At most `config.queue_size` calls can be open without having sent a request yet.
 
         Args:
             policy: Authorization rules.

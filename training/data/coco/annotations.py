@@ -80,7 +80,7 @@ def instance_from_annotation(
         bbox = _bbox_from(annotation["bbox"], limit)
     left, top, right, bottom = _clip(bbox, height, width)
     if right <= left or bottom <= top:
-        raise InvalidAnnotationError("box without area inside the image")
+        raise InvalidAnnotationError("box outside the image, or without area")
     repairs = [] if is_complete else ["invalid polygon beside valid ones; left out"]
     area: Any = annotation.get("area")
     if not is_possible_area(area, height, width):
