@@ -226,7 +226,8 @@ def error_from_rpc(error: grpc.RpcError, address: str, timeout_s: float) -> Clie
       the address is not a detector), or an UNAVAILABLE that gRPC generated on the client.
     - `DeadlineError`: a DEADLINE_EXCEEDED that gRPC generated on the client.
     - `AccessError`: UNAUTHENTICATED or PERMISSION_DENIED.
-    - `RefusedError`: every other status, such as an UNAVAILABLE that the server sent.
+    - `RefusedError`: every other status, such as an UNAVAILABLE that the server sent. If the server
+      rejected the message as too large, the status in the error is INVALID_ARGUMENT.
 
     Args:
         error: The gRPC error.

@@ -44,15 +44,16 @@ def request_from_image(
     scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     request_id: str = "",
 ) -> pb.DetectRequest:
-    """Return the request message for an image. Arrays, BMP and TIFF files are sent as PNG.
+    """Return the request message for an image.
 
+    Arrays, and BMP and TIFF files that are given as a path, are sent as PNG.
     The server returns `request_id`, which may be empty, with the response.
 
     Raises:
         TypeError: `image` is not an `ImageSource`.
-        RefusedError: The array is empty or not of shape [H, W, 3]; or the image file exceeds
-            `MAX_FILE_BYTES`, has an unsupported format, or is a damaged BMP or TIFF. The status is
-            INVALID_ARGUMENT.
+        RefusedError: The array is empty or not of shape [H, W, 3]; or the path is a pipe or device;
+            or the image file exceeds `MAX_FILE_BYTES`, has an unsupported format, or is a damaged
+            BMP or TIFF. The status is INVALID_ARGUMENT.
         OSError: The file cannot be read.
     """
     return request_from_options(_encoded_image(image), options, scheduling, request_id)

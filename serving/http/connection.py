@@ -21,9 +21,9 @@ _STALL_S: Final = 20.0
 # Seconds for which the rest of a body is read and dropped after the response was sent. Without
 # this, a client that is still sending would get a reset instead of the response.
 _LINGER_S: Final = 2.0
-# Maximum size of a request's head in bytes, not counting the received data in which the head
-# begins. Also the maximum number of bytes (chunk extensions or trailers) between two parts of a
-# body, and after its last part.
+# Maximum size of a request's head in bytes. The bytes that arrive together with the head's first
+# byte do not count. Also the maximum number of bytes (chunk extensions or trailers) between two
+# parts of a body, and after its last part.
 _MAX_HEAD: Final = 64 << 10
 # Maximum number of pipelined requests, which wait for the response to the one before them.
 _MAX_PIPELINED: Final = 128
@@ -49,7 +49,8 @@ class HttpConnection(HttpToolsProtocol):
         self._opened_at = self.loop.time()
         # Closes the connection if the next head does not arrive in time.
         self._head_timer: asyncio.TimerHandle | None = None
-        # Closes the connection if its client is slow after the head.
+        # Closes the connection if its client is slow to read the response, or, after the response,
+        # to send the rest of the body.
         self._slow_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -117,8 +118,9 @@ class HttpConnection(HttpToolsProtocol):
         """Start the request whose head has arrived, or queue it behind unanswered requests.
 
         Raises:
-            ValueError: the head is not valid, or `_MAX_PIPELINED` requests of the connection wait
-                already. The parser, which calls this method, reports the error.
+            ValueError: an HTTP/1.1 request does not have exactly one Host header, or
+                `_MAX_PIPELINED` requests of the connection wait already. The parser, which calls
+                this method, reports the error.
         """
         self._head_bytes = None
         self._bytes_since_body = 0
@@ -196,8 +198,9 @@ class HttpConnection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Reject a request that cannot be parsed, and close the connection.
 
-        If earlier requests are unanswered, send only their responses. Otherwise send status 400
-        and the message `msg`, unless the response to the invalid request was sent already.
+        If earlier requests are unanswered, send only their responses. Otherwise send status 400,
+        unless the response to the invalid request was sent already. The message in the response is
+        `msg`, or the parser's error if the parser has raised one.
         """
         if self.pipeline and self.cycle.more_body:
             self.pipeline.popleft()  # the invalid request

@@ -59,7 +59,7 @@ class DetectQuery(BaseModel):
 
 
 class DetectionRoutes:
-    """HTTP routes below `/v1`, which call the same methods of `DetectorService` as gRPC."""
+    """HTTP routes below `/v1`. `DetectorService` handles them, except those for sample images."""
 
     def __init__(
         self, service: DetectorService, models: ModelRepository, transport: Transport
@@ -161,7 +161,8 @@ def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
     masks in the PNG are drawn from RLE.
 
     Raises:
-        InvalidRequestError: a parameter is unknown or of the wrong type. The service checks ranges.
+        InvalidRequestError: a parameter is unknown, or its value does not fit the parameter's type.
+            The service checks ranges.
     """
     try:
         query = DetectQuery.model_validate(dict(call.request.query_params))

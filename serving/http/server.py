@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 # Seconds for a new connection to complete the TLS handshake.
 _HANDSHAKE_S: Final = 20.0
-# Seconds after which a connection without a request is closed.
+# Maximum time in seconds from a response to the next request; then the connection is closed.
 _IDLE_S: Final = 75
 
 

@@ -41,7 +41,8 @@ _FLUSH_S: Final = 1.0
 # Attributes that every log record has. Additional ones come from the argument `extra`.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
-# Maximum number of lines per second at level info, for successful and failed requests separately.
+# Maximum number of lines of the access log per second, unless the log level is debug. The limit
+# applies to successful and to failed requests separately.
 _LINES_PER_S: Final = 10
 
 # Errors of `accept` after which asyncio tries again.
@@ -228,7 +229,7 @@ class AccessLog:
         self._log(f"request for {model}", peer, failure, fields)
 
     def log_rejected_call(self, method: str, peer: str, failure: Exception) -> None:
-        """Log a call that was rejected before its request was read."""
+        """Log a rejected call. The line names the method, because the model may be unknown."""
         self._log(f"call of {method}", peer, failure, {"method": method})
 
     def _log(

@@ -238,7 +238,7 @@ class Metrics:
         self._rejected.labels(reason.name).inc()
 
     def count_rejected_call(self, error: ServingError) -> None:
-        """Count a call that was rejected before the model name was known."""
+        """Count a rejected call, without counting it as a failed request of a model."""
         self._rejected.labels(reason_from_error(error).name).inc()
 
     @contextmanager

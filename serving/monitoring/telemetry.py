@@ -81,7 +81,7 @@ class Telemetry:
             )
 
     def reject_call(self, method: str, peer: str, error: ServingError) -> None:
-        """Count and log a call that was rejected before its request was read."""
+        """Count and log a rejected call, without counting it as a failed request of a model."""
         self.metrics.count_rejected_call(error)
         self._access_log.log_rejected_call(method, peer, error)
 
@@ -168,10 +168,11 @@ def load_tracer(tracing: bool) -> Tracer:
 
 
 class OpenTelemetryTracer(Tracer):
-    """Tracer that exports a span per request, with child spans per image and per stage.
+    """Tracer that exports a span per gRPC call and per HTTP request.
 
-    Spans continue the trace in the client's metadata (W3C `traceparent`). The exporter is
-    configured by OpenTelemetry's `OTEL_...` environment variables.
+    A span has a child span per image, which has a child span per stage. Spans continue the trace in
+    the client's metadata (W3C `traceparent`). The exporter is configured by OpenTelemetry's
+    `OTEL_...` environment variables.
     """
 
     def __init__(self) -> None:

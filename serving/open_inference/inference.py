@@ -73,8 +73,7 @@ async def infer(
     Raises:
         ImageError: an image is invalid; the message contains its index.
         InvalidRequestError: another part of the request is invalid.
-        QueueFullError: too few admission slots are free, and the request exceeds its connection's
-            fair share of the slots.
+        QueueFullError: see `AdmissionController.acquire`.
         ExpiredError: the request exceeded its time limit.
         ServingError: see `Pipeline.detect`.
     """

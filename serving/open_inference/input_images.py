@@ -57,9 +57,9 @@ def validate_input(request: pb.ModelInferRequest, max_batch: int, max_pixels: in
         max_pixels: Maximum number of pixels per image. Encoded images are not checked here.
 
     Raises:
-        InvalidRequestError: the input is missing, its shape or datatype is not supported, its
-            contents do not match its shape and datatype, or it exceeds `max_batch` or
-            `max_pixels`.
+        InvalidRequestError: the request does not have exactly one input named `images`. Or this
+            input has parameters, its shape or datatype is not supported, its contents do not match
+            its shape and datatype, or it exceeds `max_batch` or `max_pixels`.
         ImageError: the images have fewer than 8 pixels in height or width.
     """
     tensor, raw = _only_input(request)
@@ -97,7 +97,8 @@ def _only_input(request: pb.ModelInferRequest) -> tuple[InputTensor, bytes | Non
 
     Raises:
         InvalidRequestError: the request does not have exactly one input, the input has another
-            name or has parameters, or `raw_input_contents` does not fit the input.
+            name or has parameters, `raw_input_contents` has several entries, or the input has both
+            raw and typed contents.
     """
     names = [tensor.name for tensor in request.inputs]
     if names != [INPUT_NAME]:

@@ -231,7 +231,7 @@ def add_outputs(
         response.raw_output_contents.append(contents)
 
 
-# By output name: function that returns the rows of the output for one image, without padding.
+# By output name: function that returns the values of one image in this output, without padding.
 _VALUES: Final[Mapping[str, Callable[[Detections], Any]]] = {
     "num_detections": lambda detections: [len(detections)],
     "image_sizes": attrgetter("height", "width"),

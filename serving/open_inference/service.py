@@ -32,14 +32,14 @@ _StreamContext = grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamIn
 _Method = Callable[["InferenceService", Any, CallContext], Awaitable[Any]]
 
 _SERVICE: Final = f"/{pb.DESCRIPTOR.services_by_name['GRPCInferenceService'].full_name}/"
-# Error message by prefix of the method's name.
+# Error messages of unsupported methods, by prefix of the method's name.
 _ANSWERS: Final = {
     "SystemSharedMemory": SHARED_MEMORY,
     "CudaSharedMemory": SHARED_MEMORY,
     "TraceSetting": "trace settings cannot be changed; start the server with --tracing true",
     "LogSettings": "log settings cannot be changed; start the server with --log-level",
 }
-# Error message by HTTP path below `/v2`.
+# Error messages of unsupported HTTP paths below `/v2`.
 HTTP_ANSWERS: Final = {
     "/systemsharedmemory/{rest:path}": SHARED_MEMORY,
     "/cudasharedmemory/{rest:path}": SHARED_MEMORY,
@@ -71,7 +71,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         self._config = config
         self._health = health
         self._streams = Streams[pb.ModelInferRequest](self._pipeline_of, self._image_count)
-        # Tasks that load or unload the model.
+        # Tasks that load or unload a model.
         self._changes: set[asyncio.Task[None]] = set()
 
     def stop_reading(self) -> None:
@@ -228,7 +228,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         await self._streams.process(requests, respond, context, in_order=True)
 
     def _image_count(self, request: pb.ModelInferRequest) -> int:
-        """Return the number of images: the input's shape[0], or 1 if the shape is invalid."""
+        """Return the number of images: shape[0] of the input, or 1 if it is missing or invalid."""
         shape = request.inputs[0].shape if request.inputs else ()
         return shape[0] if shape and 1 <= shape[0] <= self._config.images_per_request else 1
 

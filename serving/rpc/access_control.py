@@ -38,7 +38,7 @@ _PUBLIC_PREFIXES = ("/grpc.health.v1.Health/", "/grpc.reflection.", *_HEALTH_MET
 
 # Maximum number of concurrent calls of public methods per connection.
 _PUBLIC_CALLS_PER_CONNECTION = 8
-# Number of admission slots per public call that may wait for a message at a time.
+# One public call per this many admission slots may wait for a message at a time.
 _SLOTS_PER_PUBLIC_MESSAGE = 4
 # Seconds for which a stopping server still receives messages that are in transit.
 _LAST_MESSAGES_S = 2.0
@@ -60,12 +60,16 @@ def is_public(method: str) -> bool:
 class AccessPolicy:
     """Authorization by bearer tokens, for inference and for loading and unloading models.
 
+    Public methods (see `is_public`) need no token. The table shows which clients may call the other
+    methods, by whether the settings `token_file` and `admin_token_file` are given. The column
+    `inference` applies to all of these methods that neither load nor unload models.
+
     | token_file | admin_token_file | inference            | loading and unloading models          |
     |------------|------------------|----------------------|---------------------------------------|
     | no         | no               | all clients          | loopback clients if `local_admin`     |
     | yes        | no               | tokens of token_file | nobody                                |
     | no         | yes              | all clients          | tokens of admin_token_file            |
-    | yes        | yes              | token of either file | tokens of admin_token_file            |
+    | yes        | yes              | tokens of both files | tokens of admin_token_file            |
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -89,7 +93,8 @@ class AccessPolicy:
     def check(self, method: str, metadata: Metadata, peer: str) -> str:
         """Check that a client may call a method, and return the client's name for rate limits.
 
-        The name is a hash of the client's token, or the client's host if the method needs no token.
+        The name is the client's host if the method is public, or if there is no token_file and the
+        method neither loads nor unloads models. Otherwise, it is a hash of the client's token.
 
         Args:
             method: Full method name, as `/package.Service/Method`.
@@ -143,7 +148,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     def __init__(self, policy: AccessPolicy, config: ServeConfig, models: ModelRepository) -> None:
         """Create the interceptor.
 
-        At most `config.queue_size` calls can be open without having sent a request yet.
+        At most `2 * config.queue_size` calls can wait for a request message at a time.
 
         Args:
             policy: Authorization rules.
@@ -208,7 +213,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         context: CallContext,
         handle: Callable[[CallContext], Awaitable[T]],
     ) -> T:
-        """Check that a client may call a method now, then return the result of `handle`.
+        """Check a call against the access rules and limits, then return the result of `handle`.
 
         Args:
             method: Full method name, as `/package.Service/Method`.
@@ -225,17 +230,17 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             await context.abort(*status_and_message(error))
 
     def record_rejection(self, method: str, peer: str, error: ServingError) -> None:
-        """Count and log a call that was rejected before its request was read."""
+        """Count and log a rejected call, without counting it as a failed request of a model."""
         self._models.resources.telemetry.reject_call(method, peer, error)
 
     async def _admit(self, method: str, context: CallContext) -> None:
         """Count a call as open until it ends, and abort it if admission control rejects it.
 
-        Admission control applies only to `Detect` and `ModelInfer`. Its rejection raises no
-        ServingError, because the metrics have already counted it.
+        Admission control applies only to `Detect` and `ModelInfer`. Its rejections abort the call
+        here. They raise no ServingError, because `run` would count the rejection a second time.
 
         Raises:
-            QueueFullError: too many calls are open.
+            QueueFullError: the server or the client's connection has too many open calls.
         """
         peer = context.peer()
         if is_public(method):

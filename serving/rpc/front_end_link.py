@@ -32,7 +32,10 @@ _Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class Frame(IntEnum):
-    """Kinds of frames between a front end and the server's process, in either direction."""
+    """Kinds of frames between a front end and the server's process.
+
+    The comment of each kind names the sender, then the meaning, then the pickled payload, if any.
+    """
 
     # Front end: it accepts connections.
     READY = 1

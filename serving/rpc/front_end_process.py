@@ -58,8 +58,8 @@ async def _serve(
     options: Sequence[tuple[str, int]],
 ) -> None:
     server = grpc.aio.server(options=options)
-    # gRPC applies this limit only to calls that it has not passed to Python yet. Therefore the
-    # forwarder applies it to the calls that wait for the server's process.
+    # gRPC applies max_pending_requests only to calls that it has not passed to Python yet. The
+    # forwarder therefore applies the limit to the calls that wait for the server's process.
     forwarder = _CallForwarder(server, dict(options)["grpc.server.max_pending_requests"])
     link = await forwarder.connect(socket.socket(fileno=handle))
     server.add_generic_rpc_handlers([forwarder])
@@ -103,7 +103,7 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
         self._server = server
         self._link: Link
         self._numbers = itertools.count()
-        # Frames of the server's process that are to be processed, by call.
+        # Frames from the server's process that are not processed yet, by call number.
         self._frames: dict[int, asyncio.Queue[tuple[int, bytes]]] = {}
         # Limits the number of calls to which the server's process has not sent any frame yet.
         self._pending = asyncio.Semaphore(max_pending_calls)

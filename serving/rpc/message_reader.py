@@ -21,7 +21,7 @@ _UNCHECKED_BYTES = 256 << 10
 # Maximum number of fields in a message, including nested ones. A field of 2 bytes can take 90 bytes
 # once parsed.
 _MAX_FIELDS: Final = 4096
-# Maximum total size in bytes of a message's packed numbers and strings. They are parsed one by one:
+# Maximum total size in bytes of a message's packed varints and strings. They are parsed one by one:
 # 8 MiB take about 60 ms. The pixels of an 800x1333 image fit.
 _MAX_LISTED_BYTES: Final = 8 << 20
 
@@ -238,7 +238,7 @@ def check_message(message: bytes, kind: Descriptor) -> None:
 
     Raises:
         InvalidRequestError: the message has more than 4096 fields, or more than 8 MiB of packed
-            numbers and strings.
+            varints and strings.
         DecodeError: the message is malformed. Not every malformed message is detected.
     """
     listed_bytes = 0
@@ -263,8 +263,8 @@ def _walk(
     """Yield a pair `(path, field)` per field in `message[start:end]`, including nested messages.
 
     The offsets in `field` refer to `message`, and `kind` is the message type. `path` is `prefix`
-    plus the field's name if the field is a string or packed integers, which count towards the limit
-    of 8 MiB. For all other fields, `path` is empty.
+    plus the field's name if the field is a string or packed varints, which count towards the
+    limit of 8 MiB. For all other fields, `path` is empty.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)

@@ -136,6 +136,9 @@ class DetectorService:
         Raises:
             InvalidRequestError: an option is out of range.
             ModelNotFoundError: no served model has the name in the request.
+            UnloadedError: the model is unloaded.
+            RateLimitError: the client exceeded its limit of requests or images per second.
+            QueueFullError: see `AdmissionController.acquire`.
             ExpiredError: the request exceeded its time limit.
             ImageError, ServingError: see `Pipeline.detect`.
         """

@@ -25,9 +25,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class Streams(Generic[Request]):
     """Open request streams of a gRPC service.
 
-    If too few admission slots are free, a request waits, even if its connection exceeds its fair
-    share of the slots. While a request waits, no further request is read from the stream, so HTTP/2
-    flow control slows the client down.
+    If too few admission slots are free, a request of a stream waits for them. It is not rejected
+    for exceeding its connection's fair share of the slots, as a unary request would be. While it
+    waits, no further request is read from the stream, so HTTP/2 flow control slows the client down.
     """
 
     def __init__(
