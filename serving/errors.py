@@ -22,7 +22,7 @@ class BackendError(ServingError):
 
 
 class BackendDownError(BackendError):
-    """No worker process is up for the model, or one ended while it computed the request's batch."""
+    """No worker process of the model is up, or the one that computed the request's batch ended."""
 
 
 class UnloadedError(ServingError):

@@ -59,7 +59,11 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def visible_gpus() -> list[str]:
-    """Return the CUDA_VISIBLE_DEVICES entry (index or UUID) of each GPU that CUDA finds."""
+    """Return the CUDA_VISIBLE_DEVICES entry (index or UUID) of each GPU that CUDA finds.
+
+    Raises:
+        BackendError: the driver does not respond.
+    """
     count = len(gpu_bus_ids())
     names = os.environ.get(CUDA_VISIBLE_DEVICES)
     return names.split(",")[:count] if names else [str(index) for index in range(count)]

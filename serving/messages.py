@@ -92,7 +92,7 @@ def options_from_request(request: pb.DetectRequest) -> DetectionOptions:
     """Return the detection options in a request.
 
     Raises:
-        InvalidRequestError: an option is out of range.
+        InvalidRequestError: an option is out of range, or the mask format is unknown.
     """
     if request.mask_format not in _MASK_FORMAT_FROM_NUMBER:
         known = (f"{name} ({number})" for name, number in pb.MaskFormat.items())

@@ -24,8 +24,9 @@ from .errors import BackendError, image_error_from_os_error
 # CPU cores that this process may use.
 CORES: Final = len(os.sched_getaffinity(0))
 
-# Maximum read-ahead in batches. When it is reached, `get` waits for the oldest image. It exceeds
-# the number of batches in flight on a GPU, so that images of a rare input size can fill a batch.
+# Maximum read-ahead in batches. If more images are queued, `run_in_batches` waits for the oldest
+# one. The limit exceeds the number of batches in flight on a GPU, so that images of a rare input
+# size can fill a batch.
 _BATCHES_AHEAD = 8
 
 
@@ -93,7 +94,8 @@ class Detector:
         Raises:
             ImageError: An image is invalid. (`detect_many` yields the error and continues.)
             TypeError: `images` is one image, not several.
-            BackendError: The detector is closed.
+            BackendError: The detector is closed, memory runs out, or the backend fails.
+            BundleError: The model's outputs contradict the bundle's manifest.
         """
         results = []
         with closing(self.detect_many(images, options)) as outcomes:
@@ -113,7 +115,8 @@ class Detector:
 
         Raises:
             ImageError: The image is invalid, or has more than `max_pixels` pixels.
-            BackendError: The detector is closed.
+            BackendError: The detector is closed, memory runs out, or the backend fails.
+            BundleError: The model's outputs contradict the bundle's manifest.
         """
         self._check_open()
         image = plan_image(
@@ -137,7 +140,9 @@ class Detector:
 
         Raises:
             TypeError: `images` is one image, not several. Raised before the iteration starts.
-            BackendError: The detector is closed. Raised before the iteration starts.
+            BackendError: The detector is closed; raised before the iteration starts. Or memory runs
+                out, or the backend fails; raised during the iteration.
+            BundleError: The model's outputs contradict the bundle's manifest.
         """
         self._check_open()
         if isinstance(images, str | bytes | Path):
@@ -221,7 +226,7 @@ def _read_source(source: bytes | Path) -> bytes:
 def run_in_batches(
     entries: Iterable[BatchEntry], steps: BatchSteps, max_batch: int
 ) -> Generator[Outcome, None, None]:
-    """Process images in batches of one input size, with several batches in flight at once.
+    """Process images in batches of equal input size. Several batches are in flight at once.
 
     Args:
         entries: Images, or the errors of invalid ones. The thread that consumes the results
@@ -260,8 +265,8 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
         from .engines.device_batches import FIRST_PAUSE_S
         from .engines.device_steps import DeviceSteps
 
-        # With longer pauses, some runs were 7 % slower than others. A server, whose CPU time per
-        # image matters more, was not slower.
+        # Short pauses between polls for the end of a batch. With longer ones, some runs were 7 %
+        # slower than others. A server, whose CPU time per image matters more, was not slower.
         return DeviceSteps(backend, manifest, longest_pause_s=FIRST_PAUSE_S)
     return HostSteps(backend, manifest, threads=threads)
 
@@ -315,9 +320,10 @@ class _BatchQueue:
         return len(self._queue)
 
     def put(self, entry: BatchEntry) -> None:
-        """Append an image, or an invalid image's error. If its batch is now full, start the batch.
+        """Append an image, or the error of an invalid one.
 
-        Images of equal input size share a batch.
+        Put the image into the incomplete batch of its input size. If the batch is then full, start
+        it.
         """
         if isinstance(entry, ImageError):
             self._queue.append(entry)

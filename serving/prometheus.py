@@ -38,8 +38,8 @@ from .pipeline.served_model import ServedModel
 _log = logging.getLogger(__name__)
 
 _STATS: Final = "inference_stats"
-# Triton's metrics, without the prefix nv_inference_: help text, and path of the value in the
-# ModelStatistics message.
+# Triton's metrics, by name without the prefix nv_inference_: help text, and path of the value in
+# the ModelStatistics message.
 _TRITON: Final = {
     "request_success": ("Successful requests.", f"{_STATS}.success.count"),
     "count": ("Images of successful requests.", "inference_count"),
@@ -211,7 +211,7 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
             return super().get_request()
         except OSError as error:
             if accept_failures.report(error):
-                time.sleep(_POLL_S)  # the connection still waits, so the next attempt is immediate
+                time.sleep(_POLL_S)  # the connection stays queued, so the next attempt is immediate
             raise  # the base class ignores it
 
     def process_request(self, request: Any, client_address: Any) -> None:

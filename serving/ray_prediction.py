@@ -78,7 +78,7 @@ def predict_with_ray(
     backend: BackendName = "auto",
     max_batch: int = 8,
 ) -> RaySummary:
-    """Detect objects in all images of files, folders and buckets, with one model per GPU.
+    """Detect objects in all images of files, folders and buckets, with up to one model per GPU.
 
     If the cluster has no GPU, run up to one model per CPU core.
 
@@ -96,7 +96,7 @@ def predict_with_ray(
         Number of images, and number of images that failed.
 
     Raises:
-        BundleError: The bundle is missing.
+        BundleError: The bundle is missing, or its manifest is invalid.
         FileExistsError: `output` is not empty.
         ServingError: There are no images, a bucket is unreachable, the backend or the cluster
             failed, or the number of result rows differs from the number of images.
@@ -127,8 +127,8 @@ def stored_images(sources: Sequence[str]) -> StoredImages:
 
     Args:
         sources: Files and folders, as absolute paths or addresses such as `s3://bucket/folder`.
-            A file in `sources` may have any name. Of the files in folders, including hidden ones,
-            those with an image suffix are used, except macOS's `._*` files.
+            A file in `sources` may have any name. In folders, only files with an image suffix are
+            used: also hidden ones, but not macOS's `._*` files.
 
     Raises:
         ServingError: A source is missing, there are no images, or a name is not UTF-8.

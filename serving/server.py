@@ -55,7 +55,7 @@ async def serve(
     """Serve models until SIGTERM or SIGINT. On SIGHUP, reload all models.
 
     Args:
-        models: Exported bundle folders, and names of the models.
+        models: Bundles (exported models), and names of the models.
         config: Server settings.
         on_ready: Called with the address `host:port` when the server is ready.
 
@@ -104,7 +104,7 @@ async def detection_server(
     worker process in its default precision.
 
     Args:
-        models: Exported bundle folder, or the bundles and names of several models.
+        models: Folder of one bundle (exported model), or the bundles and names of several models.
         config: Server settings.
         reload: Event. Each time the caller sets it, the bundles are reloaded.
 

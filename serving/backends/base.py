@@ -55,10 +55,10 @@ HostOutputs = ModelOutputs[NDArray[Any]]
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """Return the batch sizes that backends run: powers of two below `max_batch`, and `max_batch`.
+    """Return the batch sizes that backends run on a GPU: powers of two, and `max_batch`.
 
-    A batch of another size is padded to the next larger one of these sizes. There are few sizes,
-    because each costs start-up time and GPU memory.
+    The powers of two are those below `max_batch`. A batch of another size is padded to the next
+    larger one of these sizes. There are few sizes, because each costs start-up time and GPU memory.
     """
     return sorted({*(1 << n for n in range(max_batch.bit_length())), max_batch})
 
@@ -117,10 +117,11 @@ class Backend(Protocol):
         """Input sizes that `infer` accepts."""
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the model on a batch of each size in `batch_sizes(max_batch)`, for each input size.
+        """Run the model on black images, for each input size.
 
-        The first requests then need not wait for compilation or memory allocation. The method
-        raises the same errors as `infer`.
+        On a GPU, run one or more batches of each size that the backend uses for up to `max_batch`
+        images. On the CPU, run one image. The first requests then need not wait for compilation or
+        memory allocation. The method raises the same errors as `infer`.
         """
 
     def infer(

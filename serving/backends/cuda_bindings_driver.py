@@ -19,7 +19,7 @@ class CudaBindingsDriver:
         """Retain the GPU's primary CUDA context until the process ends. TensorRT uses it too.
 
         Raises:
-            BackendError: no GPU is available.
+            BackendError: no GPU is available, or CUDA's driver cannot be loaded.
         """
         try:
             _call("cuInit", 0)

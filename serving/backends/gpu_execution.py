@@ -127,7 +127,7 @@ def load_driver() -> GpuDriver:
     Raises:
         ModuleNotFoundError: neither pycuda nor cuda-bindings is installed.
         ImportError: pycuda cannot load CUDA's driver.
-        BackendError: no GPU is available.
+        BackendError: no GPU is available, or cuda-bindings cannot load CUDA's driver.
     """
     driver: type[GpuDriver]
     try:

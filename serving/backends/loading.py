@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Kind of the bundle's artifacts that each backend runs, in the order in which `auto` tries the
-# backends. torch comes first, because it is the fastest backend that has been measured. TensorRT
-# engines have not been measured.
+# Kind of model file that each backend runs, in the order in which `auto` tries the backends. torch
+# comes first, because it is the fastest backend that has been measured. TensorRT engines have not
+# been measured.
 _KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
     "torch": "torch",
     "tensorrt": "tensorrt",
@@ -48,7 +48,7 @@ class BackendChoice(NamedTuple):
 
     # One of `BACKENDS`.
     backend: BackendName
-    # Name and error message of each skipped backend for which the bundle has artifacts.
+    # `NAME: MESSAGE` of each skipped backend for which the bundle has model files.
     faults: tuple[str, ...]
 
 
@@ -83,7 +83,8 @@ def load_backend(
 
     Raises:
         BundleError: the bundle is damaged or lacks the precision.
-        BackendError: the backend does not run on this machine, or does not support `max_batch`.
+        BackendError: the backend is unknown, does not run on this machine, or does not support
+            `max_batch`, or memory runs out.
     """
     # CUDA reads the variable when it is first used in a process.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(_HARDWARE_QUEUES))

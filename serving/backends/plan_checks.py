@@ -71,7 +71,7 @@ def probe_machine(kind: EngineKind) -> PlanTarget:
     The engine kinds are `tensorrt` and `tensorrt-rtx`.
 
     Raises:
-        BackendError: the machine has no GPU, or a Python module is missing.
+        BackendError: the machine has no GPU, or a Python module or CUDA's driver cannot be loaded.
     """
     runtime = RUNTIMES[kind]
     with _import_errors(runtime.module, runtime):

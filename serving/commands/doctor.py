@@ -69,7 +69,7 @@ class FirstRunStep(NamedTuple):
     patterns: tuple[str, ...] = ()
     # Regular expression that the output must not match. "": there is no such expression.
     fault: str = ""
-    # Additional file for the report if the step fails. "": no file.
+    # File that is copied into the report folder if the step fails. "": no file.
     file: str = ""
 
 
@@ -292,7 +292,7 @@ class CheckResult(NamedTuple):
 
     subject: str
     text: str
-    # "fault": the server would not start, or clients would reject it.
+    # "fault": the server would not start, or clients would reject its certificate.
     state: State = "ok"
 
 

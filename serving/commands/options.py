@@ -86,7 +86,8 @@ def files_and_folder(
 
     Raises:
         click.UsageError: A path is an address, such as `s3://bucket/folder`; there are no images;
-            or outputs would overwrite each other or be written into a folder of input images.
+            two images would have the same COCO image ID; the output folder cannot be written; or
+            annotated images would be written into a folder of input images.
     """
     # Imported here because the module loads Pillow, which --help does not need.
     from .reports import check_folder, image_files

@@ -34,7 +34,7 @@ def diagnose(
 ) -> Iterator[CheckSection]:
     """Check whether `serve` would start. Yield the results, one section at a time.
 
-    If no check finds a fault, the last section is a trial: a server is started on a free port and
+    If no check finds a fault, the last section is a trial: a server is started on free ports and
     stopped again.
 
     Args:

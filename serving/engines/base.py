@@ -100,10 +100,11 @@ class Step(NamedTuple):
     # Takes the result of the previous step. The first step takes image requests of one bucket; the
     # last returns their outcomes.
     run: Callable[[Any], Any]
-    # Number of batches that may be in this step at once. 1 keeps batches in order.
+    # Maximum number of batches in this step at once. 1 keeps batches in order. Not used if
+    # `continues_section` is True.
     threads: int
-    # Whether the step belongs to the section of the previous step. While a batch is in a section of
-    # several steps, other batches wait to enter it.
+    # Whether the step shares the limit of the previous step. Both then belong to one section; see
+    # `StepChain`.
     continues_section: bool = False
 
 
@@ -125,9 +126,9 @@ class BatchSteps(Protocol):
 class StepChain:
     """Callable that runs all steps on a batch in the calling thread. Thread-safe.
 
-    Consecutive steps form a section: one step, and the steps directly after it whose
-    `continues_section` is True. The `threads` of a section's first step is the maximum number of
-    batches that are in the section at once. Further batches wait.
+    The steps are divided into sections: each step whose `continues_section` is False begins a new
+    section. The `threads` of a section's first step is the maximum number of batches that are in
+    the section at once. Further batches wait.
     """
 
     # One thread per batch, not one per step: fewer threads then compete for the GIL.
@@ -166,8 +167,8 @@ class EngineInfo(NamedTuple):
     device: Literal["cpu", "cuda"]
     # Number of batches that the engine can have in flight at once, each in a thread of its own.
     concurrency: int
-    # Number of in-flight batches that keep the engine busy. While as many are in flight, only full
-    # batches start.
+    # Number of in-flight batches that keep the engine busy. While at least this many are in flight,
+    # only full batches start.
     saturating_batches: int
     # Input sizes of the model.
     buckets: tuple[ShapeBucket, ...]

@@ -45,7 +45,7 @@ class StreamEvent:
         """Poll the event until it is complete, with pauses of at most `longest_pause_s`."""
         # CUDA's own waits are worse: one occupies a core, and the other takes 10 ms on some virtual
         # machines. The pauses grow, because each poll takes the GIL and CPU time. Bulk prediction
-        # limits them, because it is faster with short ones.
+        # passes a smaller `longest_pause_s`, because it is faster with short pauses.
         pause_s = FIRST_PAUSE_S
         while self._event is not None and not self._event.query():
             time.sleep(pause_s)
@@ -111,7 +111,8 @@ class InferredBatch(NamedTuple):
 
     prepared: PreparedBatch
     outputs: ModelOutputs[Tensor]
-    # Events before and after the model. The model starts when that of the previous batch ends.
+    # Events before and after the model's computation. The computation begins when the batch is
+    # prepared and the model has computed the previous batch.
     begin: StreamEvent
     ready: StreamEvent
 
@@ -211,7 +212,7 @@ def boxes_in_sources(boxes: Tensor, scales: Tensor, limits: Tensor) -> Tensor:
     Args:
         boxes: [B, D, 4] float32 xyxy in pixels of the resized images.
         scales: [B, 1, 4] float32, the first element of the output of `scales_and_limits`.
-        limits: [B, 1, 4] float32, the second one.
+        limits: [B, 1, 4] float32, the second element of that output.
 
     Returns:
         [B, D, 4] in pixels of the source images.

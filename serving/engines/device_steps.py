@@ -67,7 +67,7 @@ class DeviceSteps:
     """Steps that decode images, compute the model and encode masks on the backend's device."""
 
     # Two more than `DeviceEngine.saturating_batches`, so that full batches are ready as soon as the
-    # model is free, while other threads run.
+    # model is free, even if other threads of the process run at that time.
     concurrency: Final = 5
 
     def __init__(

@@ -209,9 +209,10 @@ def _open_channel(control: Connection) -> Channel:
 
 
 def _serve_channel(engine: Any, channel: Channel) -> None:
-    """Run the engine methods that the server calls through a channel, until None arrives.
+    """Run the engine methods that the server calls through a channel.
 
     A call arrives as a tuple (method name, *arguments). The result or the exception is sent back.
+    Return if None arrives or the server's process ends.
     """
     name_thread("batch")
     with contextlib.suppress(*_SERVER_GONE):

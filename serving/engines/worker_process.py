@@ -148,6 +148,7 @@ class WorkerProcess(Generic[Item, Result]):
 
         Raises:
             BackendError: the engine fails, or the process ends.
+            BundleError: the model's outputs contradict the bundle's manifest.
         """
         self._call("warm_up", max_batch, timeout_s=None)
 
@@ -157,6 +158,7 @@ class WorkerProcess(Generic[Item, Result]):
         Raises:
             BackendDownError: the process ended, or was killed after `hang_timeout_s`.
             BackendError: the engine failed on the batch.
+            BundleError: the model's outputs contradict the bundle's manifest.
         """
         results: Sequence[Result] = self._call("compute", items, timeout_s=self._hang_timeout_s)
         return results

@@ -25,8 +25,8 @@ class _Waiter:
 class AdmissionController:
     """Admission slots. Each in-flight image holds one.
 
-    Connections share the slots max-min fairly. Deviations are at most the number of slots that one
-    request needs:
+    Connections share the slots max-min fairly. A connection deviates from its fair share by at most
+    the number of slots that one request needs. The rules:
 
     - If enough slots are free and no request waits, a new request is admitted. A single connection
       can use all slots.
@@ -40,11 +40,12 @@ class AdmissionController:
       round-robin order. If the free slots are too few for this connection's request, all other
       requests wait too, so that large requests are not overtaken forever.
 
-    `capacity` and `max_wait_s` are constructor arguments. If the server, at its recent service
-    rate, cannot compute `capacity` images within `max_wait_s`, the number of slots is reduced.
-    Requests beyond the fair share are then rejected immediately if they would wait longer than
-    `max_wait_s`. Batches are also formed fairly between connections, so requests within the fair
-    share are computed within `max_wait_s`.
+    The number of slots is the constructor's `capacity`, unless the server, at its recent service
+    rate, cannot compute that many images within `max_wait_s`. Then it is the number of images that
+    the server can compute in that time, but at least `min_capacity`. Requests beyond the fair share
+    that would wait longer than `max_wait_s` are therefore rejected immediately, unless fewer than
+    `min_capacity` slots are in use. Batches are also formed fairly between connections, so requests
+    within the fair share are computed within `max_wait_s`.
     """
 
     def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:
@@ -136,9 +137,9 @@ class AdmissionController:
             wait: Whether a request that exceeds its connection's fair share may wait for slots.
 
         Raises:
-            QueueFullError: `wait` is False, and `check` rejects the request. Or `capacity` requests
-                wait already, and `_make_room` rejects this request, either at once or later in
-                favour of a newer one.
+            QueueFullError: `wait` is False, and `check` rejects the request. Or as many requests
+                wait as the `capacity` given to the constructor, and `_make_room` rejects this
+                request, either at once or later in favour of a newer one.
         """
         if not wait:
             self.check(peer, slots)

@@ -154,8 +154,10 @@ class Batcher(Generic[Item, Result]):
         If the calling task is cancelled while the item is queued, the item leaves the queue.
 
         Raises:
-            BackendDownError: no worker is up, or the worker process that computed the item ended.
+            BackendDownError: no worker is up, the last one goes down while the item is queued, or
+                the worker process that computed the item ended.
             BackendError: the engine failed on the item's batch.
+            BundleError: the model's outputs contradict the bundle's manifest.
         """
         if not self.is_up:
             raise _down_error()

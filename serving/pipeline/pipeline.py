@@ -23,8 +23,8 @@ from .scheduling import TimedResult, timed
 from .served_model import ModelBatcher, ModelLifecycle, ModelSource, ServedModel
 from .shared_resources import SharedResources
 
-# Minimum number of admission slots, however slow the model is: two batches, so that one can fill
-# while the other is computed, and at least 32, which suffice for the usual Triton clients.
+# Minimum number of admission slots, however slow the model is: the larger of two batches, so that
+# one can fill while the other is computed, and 32, which suffice for the usual Triton clients.
 _MIN_BATCHES, _MIN_SLOTS = 2, 32
 
 _log = logging.getLogger(__name__)
@@ -93,10 +93,10 @@ class Pipeline:
             model: Model to use. Call `detect` within the `with` block of `model.use()`.
 
         Raises:
-            ImageError: invalid image.
+            ImageError: the image is invalid, or decoding it needs more memory than the server
+                allows per image.
             InvalidRequestError: the requested precision is not served.
-            BackendDownError: no worker is up, or the worker process ended during the image's batch.
-            BackendError: the engine failed on the image's batch.
+            BackendDownError, BackendError, BundleError: see `Batcher.infer`.
         """
         source, scheduling = request.source, request.scheduling
         name, precision = model.manifest.model_name, scheduling.precision or model.precisions[0]

@@ -19,7 +19,8 @@ from .scheduling import FairThreadPool
 # memory for slow clients.
 _CALLS_PER_SLOT = 8
 
-# Maximum number of open calls of a connection per call that can still be opened.
+# Maximum number of open calls of a connection, for each further call that the server can accept.
+# See `OpenCalls`.
 _CALLS_PER_FREE_CALL = 8
 
 # Client of the current task: a hash of its token, or its host if the server has no tokens.
@@ -28,10 +29,10 @@ current_client: Final = ContextVar("current_client", default="")
 # Number of clients above which those without recent requests are forgotten.
 _MAX_CLIENTS: Final = 10_000
 
-# The default budget is the memory limit divided by this number. Messages, model and workers need
-# the rest.
+# The default budget for decoding images is `memory_limit()` divided by this number. Messages, model
+# and workers need the rest.
 _PARTS_OF_LIMIT = 4
-# The budget divided by this number is set aside for small images.
+# This budget, divided by this number, is set aside for small images.
 _PARTS_OF_BUDGET = 4
 
 
