@@ -139,7 +139,8 @@ def _message_of_usage_error(error: click.ClickException) -> str:
     """Return the message of a usage error, with a hint on the correct usage.
 
     After an unknown command or option, the hint lists the known ones. The message of an invalid
-    value contains a hint already. After any other error, the hint is the command's usage line.
+    value contains a hint already. After any other error, the hint is the command's usage line. An
+    error without a click context gets no hint.
     """
     message = error.format_message()
     ctx = error.ctx if isinstance(error, click.UsageError) else None

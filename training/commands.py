@@ -25,7 +25,11 @@ class _TrainCommand(ConfiguredCommand):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
-        """Return the context of `train finetune` if `args[0]` is `finetune`, else of `train`."""
+        """Return the context of `train finetune` if `args[0]` is `finetune`, else of `train`.
+
+        Raises:
+            click.UsageError: `args[0]` is a misspelling of `finetune`, and no such file exists.
+        """
         first = next(iter(args), "")
         if first == "finetune":
             return finetune.make_context(f"{info_name} finetune", args[1:], parent, **extra)

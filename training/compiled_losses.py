@@ -43,7 +43,7 @@ class CompiledLosses:
             model: Model to train.
             backend: Argument `backend` of `torch.compile`.
             graphs: Run the forward and backward passes as CUDA graphs. The gradients are then valid
-                only until the object is called again.
+                only until the next call of this object.
             required: True: raise `ConfigError` if torch cannot compile on this machine. False: log
                 a warning, and compute without compilation.
         """

@@ -232,7 +232,7 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
     """Load a training configuration from a preset or a YAML file, with `key.path=value` overrides.
 
     Raises:
-        ConfigError: A key or value is invalid, or `weights` is not set although parts of the
+        ConfigError: As in `validated_config`, or `weights` is not set although parts of the
             backbone are frozen.
     """
     config = validated_config(source, overrides)
@@ -255,11 +255,13 @@ def validated_config(
     Args:
         source: YAML file or name of a preset.
         overrides: Overrides of the form `key.path=value`.
-        sections: Values by section name, such as `model`. They replace these sections of `source`
-            before the overrides are applied.
+        sections: Values of top-level sections by name, such as `model`. They replace these sections
+            of `source` before the overrides are applied.
 
     Raises:
-        ConfigError: A key or value is invalid. The message names the key and the allowed values.
+        ConfigError: `source` or a base is missing or is not a YAML mapping, a key or value is
+            invalid, or `check_length` raises it. For an invalid key or value, the message names the
+            key and the allowed values.
     """
     try:
         config = TrainConfig.model_validate(read_values(source, overrides, sections))

@@ -18,7 +18,7 @@ Values = dict[str, Any]
 
 
 class SourceError(Exception):
-    """A configuration file is missing, is not YAML, or its key `base` has an invalid value."""
+    """A configuration file is missing or is not a YAML mapping, or its key `base` is invalid."""
 
 
 def presets() -> tuple[str, ...]:
@@ -45,12 +45,12 @@ def read_values(
     Args:
         source: Name of a preset, or path of a YAML file.
         overrides: Overrides of the form `key.path=value`.
-        sections: Values by section name, such as `model`. They replace these sections of `source`
-            before the overrides are applied.
+        sections: Values of top-level sections by name, such as `model`. They replace these sections
+            of `source` before the overrides are applied.
 
     Raises:
-        SourceError: A file is missing, is not YAML, or is its own base, directly or through other
-            files.
+        SourceError: A file is missing or is not a YAML mapping, its key `base` is not text, or it
+            is its own base, directly or through other files.
         OverrideError: An override does not have the form `key.path=value`, or it sets a key such
             as `a.b` although `a` is a value, not a section.
     """

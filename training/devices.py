@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator
 
-# Kind of device, or numbers of GPUs.
+# Kind of device, or GPU indices.
 Device = Literal["auto", "cpu", "cuda"] | tuple[int, ...]
 
 
@@ -42,11 +42,11 @@ def number_of_processes(device: Device, processes: int | None) -> int:
 
     Args:
         device: Key `device` of the configuration.
-        processes: Key `processes`. None: one process per GPU number in `device`, or one process if
-            `device` has no GPU numbers.
+        processes: Key `processes`. None: one process per GPU index in `device`, or one process if
+            `device` has no GPU indices.
 
     Raises:
-        ValueError: `device` lists GPU numbers, and `processes` differs from their count.
+        ValueError: `device` lists GPU indices, and `processes` differs from their count.
     """
     gpus = len(device) if isinstance(device, tuple) else processes or 1
     if processes not in (None, gpus):
@@ -60,11 +60,10 @@ def number_of_processes(device: Device, processes: int | None) -> int:
 def processes_to_start(device: Device, processes: int | None) -> int:
     """Return how many training processes the current process must start.
 
-    1 means that no process is started, and the current process does the training itself. This is so
-    if the run has only one process, or if `torchrun` or `maskrcnn train` started the current
-    process as one of several.
+    1: the current process trains and starts no other. The result is 1 if the run has only one
+    process, or if `torchrun` or `maskrcnn train` started the current process as one of several.
 
     Raises:
-        ValueError: `device` lists GPU numbers, and `processes` differs from their count.
+        ValueError: `device` lists GPU indices, and `processes` differs from their count.
     """
     return 1 if "WORLD_SIZE" in os.environ else number_of_processes(device, processes)

@@ -69,10 +69,14 @@ class Worker(NamedTuple):
 
 
 def local_device(device: Device) -> torch.device:
-    """Return the device of this process: the CPU, or the GPU at index `LOCAL_RANK` in `device`.
+    """Return the device of this process: the CPU, or one GPU.
+
+    If `device` lists GPU indices, `LOCAL_RANK` is the position in this list. Otherwise,
+    `LOCAL_RANK` is the index of the GPU.
 
     Raises:
-        ConfigError: A GPU in `device` does not exist, or there are more processes than GPUs.
+        ConfigError: `device` requires a GPU that does not exist, or there are more processes on
+            this machine than GPUs to use.
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -101,7 +105,8 @@ def worker(device: Device) -> Iterator[Worker]:
     Without `torchrun`, this process is the only rank.
 
     Raises:
-        ConfigError: A GPU in `device` does not exist, or there are more processes than GPUs.
+        ConfigError: `device` requires a GPU that does not exist, or there are more processes on
+            this machine than GPUs to use.
         RankLostError: In the block, another rank ended while this rank waited for it, or did not
             answer for 30 minutes.
     """

@@ -12,7 +12,7 @@ from types import FrameType
 from .config import ConfigError
 from .devices import Device, processes_to_start
 
-# Signals for which the launcher has handlers of its own.
+# Signals that torch's launcher handles itself.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -27,7 +27,7 @@ def launch_processes(device: Device, processes: int | None) -> None:
         processes: Key `processes` of the configuration.
 
     Raises:
-        ConfigError: `device` lists GPU numbers and `processes` differs from their count, or a
+        ConfigError: `device` lists GPU indices and `processes` differs from their count, or a
             signal such as SIGKILL ended a process.
     """
     try:
@@ -83,8 +83,9 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
         result = processes.wait(period=0.2)
     if result is None or not result.is_failed():
         return 0
-    # Find the failure that came first. Afterwards, the launcher ends the other ranks with SIGTERM,
-    # and ranks that lost a killed rank exit with a positive code.
+    # Find the failure that came first. SIGTERM comes later: torch's launcher sends it to the other
+    # ranks. If a signal killed a rank, positive exit codes come later too: they are of ranks that
+    # lost the connection to it.
     rank, first = min(
         result.failures.items(),
         key=lambda failure: (failure[1].exitcode == -signal.SIGTERM, failure[1].exitcode > 0),

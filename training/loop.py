@@ -94,8 +94,8 @@ class TrainingLoop:
 
         Raises:
             DataError: An image is unreadable and `data.on_broken` is "refuse", or all images of a
-                shape bucket (input size) are unreadable. If there is only one rank, a checkpoint is
-                written before the error is raised.
+                shape bucket (input size) are unreadable. After an error in training images, a
+                checkpoint of the last step exists if there is one rank and a step was taken.
             ConfigError: A tracker cannot start.
             DivergenceError: A loss or a weight is not finite.
             GpuMemoryError: A step needs more memory than the GPU has.
@@ -137,8 +137,9 @@ class TrainingLoop:
     def _evaluate_and_save(self, report: TrainingReport) -> bool:
         """Evaluate the model if the configuration requires an evaluation after this iteration.
 
-        Write a checkpoint with each evaluation, every `checkpoint_period` iterations, and at the
-        end of training. Return whether training ends.
+        Otherwise, draw validation images if a drawing is due. Write a checkpoint with each
+        evaluation, every `checkpoint_period` iterations, and at the end of training. Return whether
+        training ends.
         """
         trainer, config = self._trainer, self._config
         final = trainer.iteration >= config.solver.max_iterations
@@ -197,7 +198,7 @@ class TrainingLoop:
         raise TrainingInterrupted
 
     def _saved_before(self, error: DataError) -> DataError:
-        """Write a checkpoint after `error`. Return the error with advice to resume.
+        """Write a checkpoint, because `error` ends the run. Return the error with advice to resume.
 
         With several ranks, or before the first step, return `error` without a checkpoint.
         """

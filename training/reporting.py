@@ -94,7 +94,7 @@ class TrainingReport:
         self._data_seconds += time.perf_counter() - start
 
     def record(self, iteration: int, losses: Tensor, rate: float) -> None:
-        """Record a completed iteration. At the end of a period, report the losses of the period.
+        """Record a completed iteration. At the end of a period or of the run, report the losses.
 
         Args:
             iteration: Iteration, counted from 0.

@@ -28,15 +28,14 @@ _FREE = (
     "data.flip_probability",
     "data.transforms",
 )
-# Keys that are neither stored nor compared.
+# Keys that are neither stored in checkpoints nor compared.
 _IGNORED = {"output_dir", "weights"}
 
 
 def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
     """Return the run's configuration, and hashes of its training set, to store in checkpoints.
 
-    When a run is resumed, `check_resumable` compares the stored values with the current ones. Every
-    rank calls `check_resumable`, because each host may have its own copy of the data.
+    When a run is resumed, `check_resumable` compares the stored values with the current ones.
     """
     ids = ",".join(str(record.id) for record in dataset.records)
     return {
@@ -58,7 +57,7 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
     The sections `model` and `data`, the training images and annotations, the seed, the optimiser
     type and the batch size must be those of the checkpoint. Exceptions in `data` are `val`, the
     paths in `train`, `workers`, `on_broken`, `flip_probability` and `transforms`. These and all
-    other keys may change, and changes are logged.
+    other keys may change. Changes are logged, except those of `output_dir` and `weights`.
 
     Args:
         checkpoint: Checkpoint to resume from.
@@ -66,8 +65,8 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
         name: Path of the training annotations, for messages.
 
     Raises:
-        ConfigError: The training data or a key that must not change has changed, or the checkpoint
-            has no training state.
+        ConfigError: The training data or a key that must not change has changed, the checkpoint has
+            no training state, or its configuration is invalid in this version of the program.
     """
     if "identity" not in checkpoint.training_state:
         raise ConfigError(

@@ -35,8 +35,11 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
 
     Raises:
         ConfigError: The configuration does not fit the data, the machine or the resumed run.
-        DataError: The data set is unreadable or has no usable image.
+        DataError: The data set is unreadable or has no usable image, or `solver.images_per_batch`
+            is not divisible by ranks times `solver.accumulate`.
         CheckpointError: The initial weights or the last checkpoint cannot be read.
+        ZooError: The published model that `weights` names does not exist, or is not supported.
+        DownloadError: The download of the initial weights failed.
         DivergenceError: A loss or a weight is not finite.
         GpuMemoryError: A step needs more memory than the GPU has.
         RankLostError: Another rank ended, or did not answer for 30 minutes.
@@ -87,8 +90,9 @@ def evaluate_checkpoint(
 def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:
     """Train a model on this rank, or resume the run in `config.output_dir`. Call it on every rank.
 
-    Raises the errors of `run_training`, except for `ExpectationError`: `evaluation.expected` is not
-    checked.
+    Raises the errors of `run_training`, with two exceptions. `evaluation.expected` is not checked.
+    If another rank is lost, the error is torch's, which the context manager `worker` converts to
+    `RankLostError`.
 
     Returns:
         Path of the final checkpoint, and its metrics by name. The metrics are empty if the
@@ -106,6 +110,7 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         config = with_run_length(dataset, set_classes_from_dataset(dataset, config))
         identity = run_identity(config, dataset)
         if last is not None:
+            # Check on every rank, because each host may have its own copy of the data.
             check_resumable(last, identity, dataset.name)
         if rank.is_main:
             _record(config)

@@ -13,7 +13,7 @@ from ..model.checkpoint import Checkpoint, CheckpointError, load_checkpoint, sav
 from .config import ConfigError
 
 _LAST = "last_checkpoint"
-# File that the process which trains in the folder has locked.
+# Lock file. The process that trains in the folder holds the lock.
 _LOCK = ".lock"
 FINAL_CHECKPOINT = "model_final.pth"
 BEST_CHECKPOINT = "model_best.pth"
@@ -68,15 +68,16 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Lock the folder in a `with` block, so that no other process trains in it.
 
-        Incomplete files of a killed run are removed after locking.
+        Incomplete files of a killed run are removed after locking. If the file system has no locks,
+        the folder is not locked.
 
         Raises:
             ConfigError: Another process trains in the folder.
         """
         with (self.path / _LOCK).open("a+") as file:
             try:
-                # A lock of the process, which the data-loading processes do not inherit. Otherwise
-                # those of a killed run would hold it for some seconds.
+                # Use `lockf`, because child processes do not inherit its locks. Otherwise, the
+                # data-loading processes of a killed run would hold the lock for some seconds.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 file.seek(0)
@@ -107,7 +108,8 @@ class RunFolder:
             FileNotFoundError: The folder contains no checkpoint.
         """
         pointer = self.path / _LAST
-        # The file is missing if a run was killed before it, or if only checkpoints were copied.
+        # The file is missing if a run was killed before writing it, or if only checkpoints were
+        # copied.
         if not pointer.exists() and (checkpoints := self._checkpoints()):
             return max(checkpoints, key=_modified)
         return self.path / pointer.read_text().strip()

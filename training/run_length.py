@@ -31,7 +31,7 @@ def with_run_length(dataset: CocoDataset, config: TrainConfig) -> TrainConfig:
     `finetuning_epochs` returns for the number of training images.
 
     Raises:
-        DataError: The data set has no image for training.
+        DataError: `solver.epochs` is set, and the data set has no image for training.
     """
     solver, key = config.solver, "max_iterations"
     if solver.epochs is not None:

@@ -53,7 +53,9 @@ def train_seeds(config: TrainConfig, count: int, *, resume: bool = False) -> Sta
     """Train one model per seed: `config.seed`, `config.seed + 1`, ...
 
     The folder of the run with seed N is `output_dir/seed-N`. The metrics of all runs are written to
-    `output_dir/stability.json`.
+    `output_dir/stability.json`. `evaluation.expected` is checked only against the mean metrics.
+
+    Raises the errors of `run_training`, and the errors below.
 
     Args:
         config: Configuration of all runs.
@@ -64,10 +66,7 @@ def train_seeds(config: TrainConfig, count: int, *, resume: bool = False) -> Sta
         Final metrics by seed.
 
     Raises:
-        ConfigError: The configuration has no evaluation, or does not fit the data, the machine or
-            the resumed runs.
-        DataError: The data set is missing or invalid.
-        DivergenceError: A loss or a weight is not finite.
+        ConfigError: The configuration has no evaluation.
         ExpectationError: The mean of a metric over the seeds is below its value in
             `evaluation.expected` by more than `evaluation.tolerance`, or the metric is missing.
     """

@@ -22,7 +22,8 @@ class LimitedImages:
         """Create a counter for the calls of one model. The count starts at 0."""
         self._roi_heads = model.roi_heads
         self._config = model.config.roi
-        # [B * R]: candidates of each RoI in the model's last call.
+        # [B * R] int64: number of candidates of each of R proposals in each of B images, in the
+        # model's last call.
         self._candidates = torch.zeros(0)
         # The count stays on the model's device, so that the evaluation does not wait for copies.
         self._count = torch.zeros((), dtype=torch.int64)

@@ -95,7 +95,7 @@ def _curves_of_pycocotools(
 def _curves_by_class(
     ground_truth: dict[str, Any], results: Mapping[IouType, list[dict[str, Any]]]
 ) -> dict[IouType, Curves]:
-    """Compute curves with faster-coco-eval, in one run per class.
+    """Compute curves with faster-coco-eval, in one run per class that has ground truth.
 
     A run includes only the images that have ground truth or detections of its class.
     The time of a run is proportional to images x classes. Most classes occur in few images, so all

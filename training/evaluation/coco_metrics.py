@@ -18,7 +18,7 @@ class _Metric(NamedTuple):
 
     name: str
     kind: Literal["Precision", "Recall"]
-    # Index of the IoU threshold among 0.50, 0.55, ..., 0.95.
+    # Index of the IoU threshold among 0.50, 0.55, ..., 0.95. A slice: the mean over thresholds.
     iou: slice | int
     # Index into `AREAS`.
     area: int

@@ -35,7 +35,7 @@ def load_evaluation_config(
     `model`, overrides may change only keys that do not affect training, such as `roi.nms_iou`.
 
     Raises:
-        ConfigError: A key or value is invalid, or an override changes a key of `model` that affects
+        ConfigError: As in `validated_config`, or an override changes a key of `model` that affects
             training.
     """
     trained = checkpoint.model_config.model_dump(mode="json")

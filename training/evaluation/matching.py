@@ -182,10 +182,11 @@ def _match(
 ) -> NDArray[np.int64]:
     """Return for each detection `[D]` the index of the instance that it matches. -1: no match.
 
-    Detections are matched in the order of the rows of `ious`. Candidates are the allowed objects
-    with an IoU of at least 0.5 that no earlier detection matches. The detection matches the
-    candidate with the highest IoU. Without a candidate, it may match an allowed crowd with an IoU
-    of at least 0.5. Any number of detections can match the same crowd.
+    Detections are matched in the order of the rows of `ious`. Candidates of a detection are the
+    allowed instances, crowds excluded, with an IoU of at least 0.5 that no earlier detection
+    matches. The detection matches the candidate with the highest IoU. If it has no candidate, it
+    matches the allowed crowd with the highest IoU, if that is at least 0.5. Any number of
+    detections can match the same crowd.
 
     Args:
         ious: [D, G] mask IoU.

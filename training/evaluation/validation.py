@@ -76,8 +76,8 @@ class Validation:
             model: Model to evaluate. It is not changed.
             progress: Progress bars from `terminal_progress`.
             report: HTML file for a report. None: write no report.
-            iteration: Number of iterations that the model was trained for. 0: unknown. It is part
-                of the name of the PNG file with drawn images.
+            iteration: Number of iterations that the model was trained for, which the name of the
+                PNG file with drawn images contains. 0: unknown.
 
         Returns:
             Metrics by name, the same on all ranks. The dictionary is empty if

@@ -20,10 +20,11 @@ class Machine(NamedTuple):
 
 
 def this_machine(device: Device) -> Machine:
-    """Return the properties of this machine, for the value of the configuration key `device`.
+    """Return the properties of this machine for training on `device`, a configuration key.
 
     Raises:
-        ConfigError: A GPU in `device` does not exist, or there are more processes than GPUs.
+        ConfigError: `device` requires a GPU that does not exist, or there are more processes on
+            this machine than GPUs to use.
     """
     import torch
 

@@ -22,7 +22,8 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         overrides: Overrides of the form `key.path=value`.
 
     Raises:
-        ConfigError: A key is unknown, or a value does not have the type of its key.
+        ConfigError: An override does not have the form `key.path=value`, a key is unknown, or a
+            value does not have the type of its key or is out of range.
     """
     paths = {"images": str(path), "annotations": str(path)}
     try:

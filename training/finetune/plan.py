@@ -16,8 +16,8 @@ from .machine import Machine
 # Input sizes are multiples of this number of pixels.
 _STRIDE = 32
 # Memory for weights, optimiser and libraries, and for each input pixel of a batch, in bytes.
-# Measured with R-50-FPN of torchvision's second version: on a GPU in 16-bit arithmetic, and on a
-# CPU in fp32 with `_CPU_ROIS`.
+# Measured with torchvision's maskrcnn_resnet50_fpn_v2: on a GPU in 16-bit arithmetic, and on a CPU
+# in fp32 with `_CPU_ROIS`.
 _FIXED_MEMORY = {"cuda": 2.0e9, "cpu": 1.5e9}
 _PIXEL_MEMORY = {"cuda": 3.0e3, "cpu": 9.0e3}
 # Share of the free memory that is used.

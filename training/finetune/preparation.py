@@ -59,9 +59,9 @@ class Finetuning:
     train: CocoDataset
     # None: there is only one image.
     val: CocoDataset | None
-    # Paths of unusable image files of training images with objects, each with the reason.
+    # Unusable files of training images with objects: the path of each file, with the reason.
     unusable: tuple[str, ...]
-    # Paths of unusable image files of all validation images, each with the reason.
+    # The same for validation images, with or without objects.
     unusable_val: tuple[str, ...]
     # Model of the initial weights.
     start: Checkpoint
@@ -134,8 +134,9 @@ def prepare_finetuning(
 
     Raises:
         DataError: The layout is unknown, or the data set is unusable.
-        ConfigError: An override is invalid, `output` contains a run, or the training set lacks a
-            category of the validation set.
+        ConfigError: An override is invalid, `output` contains a run or is a file, the training set
+            lacks a category of the validation set, or the machine does not have the GPUs that
+            `device` requires.
         CheckpointError: The initial weights cannot be read.
         ZooError: The published model that `weights` names does not exist, or is not supported.
         DownloadError: The download of the initial weights failed.

@@ -31,8 +31,8 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     """Choose the training and the validation set, and write the converted annotations.
 
     If there is no validation split, 10 % of the training images are held out by a hash of their
-    file names, so that a larger version of the data set holds out the same images. A split `test`
-    is not used.
+    file names, so that a larger version of the data set holds out the same images. Other splits,
+    such as `test`, are not used.
 
     Args:
         layout: The recognised data set.
@@ -40,7 +40,8 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
             images are held out, the two parts are written to `train.json` and `val.json`.
 
     Raises:
-        DataError: Several splits may be the training set, or the annotations cannot be read.
+        DataError: None of several splits is named as the training set, more than one split could be
+            the training or the validation set, or the annotations cannot be read.
     """
     names = list(layout.splits)
     train = _split_named(names, "train") or (names[0] if len(names) == 1 else None)
@@ -62,7 +63,9 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
 
 
 def _split_named(names: Sequence[str], word: str) -> str | None:
-    """Return the split named `word`, else the shortest name with `word` in it, else None.
+    """Return the name that equals `word`, else the shortest name that contains it, else None.
+
+    The case of the names is ignored.
 
     Raises:
         DataError: Several names contain `word`, none equals it, and the shortest is not unique.
