@@ -12,8 +12,8 @@ from ....model.masks import Rle, coco_from_rle, mask_from_rle
 from .numbers import id_from, integer_from
 from .segmentation_masks import Region, Ring, Segmentation, mask_from_segmentation
 
-# Upper limit of valid coordinates, in multiples of the image's longer side. The memory and time
-# that pycocotools needs for a polygon are proportional to its extent.
+# Largest valid absolute value of a coordinate, in multiples of the image's longer side. The memory
+# and time that pycocotools needs for a polygon are proportional to its extent.
 MAX_EXTENT = 10
 # A tuple, because `isinstance` takes three times as long with the type `int | float`.
 _NUMBERS = (int, float)
@@ -64,10 +64,10 @@ def instance_from_annotation(
         label_by_category: Label (1 is the first class) by category id.
 
     Returns:
-        The instance, and one text for each repair of the entry. The text states the reason.
+        The instance, and the reason of each repair of the entry.
 
     Raises:
-        InvalidAnnotationError: The category, box or segmentation is invalid.
+        InvalidAnnotationError: The category, box, segmentation or `iscrowd` is invalid.
     """
     category = id_from(annotation.get("category_id"))
     if not isinstance(category, int) or category not in label_by_category:
@@ -102,7 +102,7 @@ def instance_from_annotation(
 def is_possible_area(area: Any, height: int, width: int) -> bool:
     """Return whether a value is a plausible area in an image of `height` x `width` pixels.
 
-    That is a number of square pixels from 0 to the square of ten times the longer side.
+    Plausible areas range from 0 to the square of ten times the longer side, in square pixels.
     """
     # Evaluation would ignore objects of a negative area, and those above 10^10 square pixels.
     return isinstance(area, _NUMBERS) and 0 <= area <= float(MAX_EXTENT * max(height, width)) ** 2
@@ -124,8 +124,8 @@ def _segmentation_from(
     largest valid absolute value of a coordinate. All three are in pixels.
 
     Raises:
-        InvalidAnnotationError: The annotation has no segmentation, its RLE is invalid, or all its
-            polygons are invalid.
+        InvalidAnnotationError: The annotation has no segmentation, its segmentation is neither
+            polygons nor RLE, its RLE is invalid, or all its polygons are invalid.
     """
     value = annotation.get("segmentation")
     if not value:

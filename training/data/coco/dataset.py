@@ -33,10 +33,10 @@ class DataError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SourceContent:
-    """Content for a COCO annotation file, and names of the source's entries that were left out."""
+    """Content of a COCO file that was converted or merged, and names of omitted entries."""
 
     content: dict[str, Any]
-    # Names of the entries that were left out, by reason.
+    # Names of the entries in the original files that were left out, by reason.
     faults: Mapping[str, Sequence[str]]
 
 
@@ -46,12 +46,12 @@ class ImageRecord:
 
     id: int
     path: Path
-    # Size in pixels from the annotation file.
+    # Size in pixels from the annotation file or, if it lacks the size, from the image's header.
     height: int
     width: int
     # Objects and crowds.
     instances: tuple[Instance, ...]
-    # Number of times that a training epoch shows the image, before repeat-factor sampling.
+    # Average number of times that a training epoch shows the image, without repeat-factor sampling.
     weight: float = 1.0
 
     @property
@@ -61,7 +61,9 @@ class ImageRecord:
 
 
 class CocoDataset:
-    """Images and annotations of a COCO annotation file. Image files are not opened.
+    """Images and annotations of a COCO annotation file.
+
+    An image file is opened only if the annotation file lacks the size of the image.
 
     Attributes:
         name: Path of the annotation file, for messages.
@@ -91,7 +93,8 @@ class CocoDataset:
 
         Raises:
             DataError: The image folder or the annotation file is missing, the file is not in COCO
-                format, it has no valid image, or, with "refuse", an entry is invalid.
+                format, its categories are missing or invalid, it has no valid image, or, with
+                "refuse", an entry is invalid.
         """
         self.name = str(config.annotations)
         if not config.images.is_dir():

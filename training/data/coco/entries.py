@@ -32,9 +32,9 @@ class ImageEntry(NamedTuple):
 class ImageIndex(NamedTuple):
     """Index of the images that a COCO file lists."""
 
-    # Valid entries by the id in the file.
+    # Valid entries by their id in the COCO file.
     valid: Mapping[int | str, ImageEntry]
-    # Ids in the file of all entries, valid or not.
+    # Ids of all entries, valid or not, in the COCO file.
     listed: frozenset[int | str]
 
 
@@ -48,7 +48,8 @@ def index_images(
     Args:
         entries: Entries of the list.
         folder: Image folder.
-        faults: File names by reason. The names of invalid entries are added.
+        faults: File names by reason. The name of each invalid entry is added, or its id if the
+            name is missing.
         repairs: File names by reason. An entry's name is added if it gets a new id, or if its file
             is found at another path.
     """

@@ -1,4 +1,4 @@
-"""Rasterize polygons and COCO RLE to mask targets at the resolution of the model input."""
+"""Rasterize polygons and COCO RLE to masks of a given size."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -15,7 +15,7 @@ from .dataset import DataError
 logger = logging.getLogger(__name__)
 
 _PREFIX = "instances_"
-# Usual name of a split by its other names.
+# Standard name of a split by synonym.
 _SYNONYMS = {"valid": "val", "validation": "val", "training": "train", "testing": "test"}
 # Number of image files that are looked up to find the image folder of an annotation file.
 _LOOKUPS = 5
@@ -85,7 +85,7 @@ def annotation_files(folder: Path) -> list[Path]:
 
 
 def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Path]) -> Path | None:
-    """Return the image folder of a split in a data set's folder. None: there is none.
+    """Find the image folder of a split by the rules of `find_splits`. None: there is none.
 
     Args:
         folder: Folder of the data set.

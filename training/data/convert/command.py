@@ -22,7 +22,7 @@ def convert() -> None:
     """Convert annotations of another format to COCO files.
 
     Writes a file per split, such as train.json, to OUT. Images are not copied. For each split, the
-    command prints the KEY=VALUE arguments that tell `maskrcnn train` where file and images are.
+    command prints the KEY=VALUE arguments with which `maskrcnn train` uses the file and its images.
     """
 
 

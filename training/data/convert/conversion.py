@@ -29,8 +29,8 @@ class UnusableSourceError(Exception):
 class ConvertedImage:
     """Image with its converted annotations."""
 
-    # Path of the image file relative to `SourceSplit.images`. None: the source itself is the image
-    # file.
+    # Path of the image file relative to `SourceSplit.images`. None: the image file is the file from
+    # `SourceSplit.sources`.
     file_name: str | None
     height: int
     width: int
@@ -46,7 +46,8 @@ class SourceSplit:
 
     # Image folder.
     images: Path
-    # Annotation file of each image (in YOLO, the image file), in the order of the future image ids.
+    # One file per image: its annotation file or, in YOLO, the image file. Images get ids in this
+    # order.
     sources: tuple[Path, ...]
     # Names of missing files by reason.
     faults: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -100,7 +101,8 @@ def write_coco_files(
         Path and counts of the written file, by name of the split.
 
     Raises:
-        DataError: A file exists and `overwrite` is False, or an annotation file cannot be read.
+        DataError: An output file exists and `overwrite` is False, or an annotation file cannot be
+            read or is invalid.
     """
     paths = prepare_files(folder, dataset.splits, overwrite=overwrite)
     return {
@@ -113,7 +115,7 @@ def prepare_files(folder: Path, splits: Iterable[str], *, overwrite: bool) -> di
     """Create the output folder. Return the path of the file to write for each split.
 
     Raises:
-        DataError: A file exists and `overwrite` is False.
+        DataError: An output file exists and `overwrite` is False.
     """
     paths = {name: folder / f"{name}.json" for name in splits}
     for path in paths.values():
@@ -139,7 +141,7 @@ def source_content(
     """Convert a split to the content of a COCO file. Call `on_image` before each image.
 
     Raises:
-        DataError: An annotation file cannot be read.
+        DataError: An annotation file cannot be read or is invalid.
     """
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -152,8 +154,8 @@ def source_content(
         except UnusableSourceError as error:
             faults[error.reason].append(error.name)
             continue
-        # An image can be in several splits with different image folders. Its reader then does not
-        # know the folder, and leaves `file_name` None.
+        # In YOLO, an image can be in several splits with different image folders. `read` does not
+        # know the split, and leaves `file_name` None.
         file_name = image.file_name or source.relative_to(split.images).as_posix()
         size = {"height": image.height, "width": image.width}
         images.append({"id": image_id, "file_name": file_name, **size})

@@ -18,9 +18,9 @@ from .labelme import is_labelme, labelme
 from .yolo import yolo, yolo_file
 
 _ROBOFLOW_FILE = "_annotations.coco.json"
-# Maximum number of JSON files that are read to recognise a layout: of those directly in the folder,
-# and of those in the folder and its subfolders.
+# Maximum number of JSON files directly in the folder that are read to recognise a layout.
 _OWN_SAMPLES = 20
+# Maximum number of JSON files at any depth that are read in addition.
 _SAMPLES = 5
 
 
@@ -34,7 +34,8 @@ class LayoutSplit:
     # Returns the annotations as the content of a COCO file. None: `annotations` is a COCO file that
     # can be used unchanged.
     convert: Callable[[], SourceContent] | None = None
-    # Whether the classes have ids in the data set. False: `convert` numbers their names.
+    # Whether the classes have ids in the data set. False: they have only names, and `convert`
+    # numbers them.
     has_ids: bool = True
 
     @property
@@ -53,12 +54,15 @@ class LayoutSplit:
         on_broken: Literal["skip", "refuse"] = "skip",
         known: Sequence[Category] = (),
     ) -> CocoDataset:
-        """Read and validate the annotations. Raises the errors that `CocoDataset` raises.
+        """Read and validate the annotations.
 
         Args:
             on_broken: "skip": skip invalid entries with a warning. "refuse": raise `DataError`.
             known: Classes of a model. If the data set has only names of classes, without ids,
                 classes get the ids of the classes in `known` with the same names.
+
+        Raises:
+            DataError: A file cannot be converted, or `CocoDataset` raises this error.
         """
         source = None if self.convert is None else self.convert()
         if source is not None and not self.has_ids:
@@ -189,9 +193,10 @@ def _roboflow_splits(files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
 
 
 def _group_categories(contents: Sequence[Mapping[str, Any]]) -> frozenset[int | str | None]:
-    """Return the ids of categories that have no annotations and are supercategories of others.
+    """Return the ids of categories that only group other categories.
 
-    Roboflow adds such a category with id 0. It is not a class.
+    A group has no annotations, is the supercategory of another category, and has the supercategory
+    "none". Roboflow adds such a category with id 0. It is not a class.
     """
     used = {id_from(a.get("category_id")) for c in contents for a in c["annotations"]}
     categories = [category for c in contents for category in c["categories"]]

@@ -28,7 +28,7 @@ CATEGORIES = tuple(
 )
 
 _SPLITS = ("train", "val")
-# Number of pixel values, and the value of pixels that belong to no object.
+# Number of possible pixel values, and the value that marks borders and unlabelled regions.
 _VALUES, _VOID = 256, 255
 # Minimum IoU to match a box of the XML file to a segmented object.
 _MATCH_IOU = 0.5

@@ -48,12 +48,13 @@ def yolo_file(folder: Path) -> Path | None:
 def yolo(file: Path) -> ForeignDataset:
     """Find images and labels of the data set that a YAML file of YOLO describes.
 
-    The value of each of its keys `train`, `val` and `test` is a folder of images, a text file that
-    lists images, or a list of these. The labels of `images/a.jpg` are in `labels/a.txt`, or beside
-    the image.
+    The value of each of the keys `train`, `val` and `test` is a folder of images, a text file that
+    lists images, or a list of these. The labels of `images/a.jpg` are in `labels/a.txt`,
+    `images/a.txt` or `images/labels/a.txt`.
 
     Raises:
-        DataError: The file has no classes, no split has images, or no training image has labels.
+        DataError: The file cannot be read, is invalid, or has no classes. The split `train`, or
+            every split, has no images. No image of `train` has a label file.
     """
     content = _read_yaml(file)
     found = _find_splits(file, content)
@@ -115,7 +116,7 @@ def _source_splits(
 
 
 def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Path, Path]) -> None:
-    """If images of a split have no label file, log a warning with the number of these images.
+    """Log a warning with the number of images of a split that have no label file, if any.
 
     Raises:
         DataError: No image of the split `train` has a label file.

@@ -29,10 +29,10 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 
     Args:
         content: The data set.
-        shares: Share of the images, 0 to 1, by name of the part, such as `val`. All remaining
-            images become the part `train`. The parts are filled in the order of this mapping. If
-            more than one annotated image is left, a part gets at least one. An image and its
-            augmented copies count as one.
+        shares: Share of the images, 0 to 1, by name of the part, such as `val`. The parts are
+            filled in this order. The remaining images become the part `train`. Each part gets at
+            least one annotated image, unless only one remains, which `train` gets. An image and
+            its augmented copies count as one.
 
     Returns:
         Content by name of the part, with `train` first.
@@ -69,10 +69,13 @@ def repeated_classes(content: Content) -> dict[str, list[int | str | None]]:
 def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, SourceContent]:
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
-    If several data sets list the same image file, the merged set has one image with the annotations
-    of all these data sets. If annotations of an image have equal category, box, segmentation and
-    `iscrowd`, or images of a data set have equal ids, only the first is kept. The faults of the
-    merged set list the dropped annotations and images.
+    All entries of the same image file become one image with all annotations of the file. Dropped:
+
+    - images without id or file name, and images with the id of an earlier one in the same data set
+    - annotations of unknown images or categories
+    - annotations with the category, box, segmentation and `iscrowd` of an earlier one of the image
+
+    The `faults` of the result list the dropped images and annotations.
 
     Args:
         sources: Image folder and content of each data set, at least one.
@@ -192,7 +195,7 @@ def _merge_categories(
 ) -> dict[int | str | None, int]:
     """Merge a data set's categories into `categories` by name. Return a mapping of old to new ids.
 
-    A category with a new name keeps its id if no other category has this id.
+    A category with a new name keeps its id if this is an integer that no merged category has.
 
     Args:
         entries: Categories of the data set to add.
@@ -235,16 +238,16 @@ def _shape_of(annotation: Mapping[str, Any]) -> bytes | int:
 
 
 def _area_of(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> float:
-    """Return the area of an annotation.
+    """Return the area of an annotation in square pixels.
 
-    If the value of `area` is missing or implausible, the area is computed from the segmentation.
-    If the segmentation is invalid, or `image` (the image's entry in `images`) has no valid size,
-    the area of the box is returned.
+    If `area` is missing or implausible, compute the area from the segmentation. If the annotation
+    is invalid, or `image` (the image's entry in `images`) has no valid size, return the area of the
+    box, or 0 if the box is invalid.
     """
     area, box = annotation.get("area"), annotation.get("bbox")
     height, width = (integer_from(image.get(key)) or 0 for key in ("height", "width"))
     has_size = min(height, width) > 0 and height * width <= MAX_PIXELS
-    # Without a valid size, the bound is that of the largest image.
+    # Without a valid size, accept each area that is possible in an image of any shape.
     sides = (height, width) if has_size else (1, MAX_PIXELS)
     if is_possible_area(area, *sides):
         return float(area)  # type: ignore[arg-type]

@@ -18,16 +18,17 @@ from ..coco.segmentation_masks import Ring, Segmentation
 _CHUNK_IMAGES = 4096
 # Pixels by which a box or polygon may extend beyond the image.
 _MAX_EXCESS = 1.0
-# Accepted difference of a box from its segmentation, in pixels and relative to its longer side.
+# Accepted distance between a side of a box and its segmentation: the larger of a number of pixels
+# and a fraction of the box's longer side.
 _BOX_TOLERANCE, _BOX_RELATIVE_TOLERANCE = 2.0, 0.05
-# Accepted difference of an annotated area from the segmentation's area, in square pixels and
-# relative.
+# Accepted difference of an annotated area from the segmentation's area: a number of square pixels
+# (more for long outlines) plus a fraction of the segmentation's area.
 _AREA_TOLERANCE, _AREA_RELATIVE_TOLERANCE = 4.0, 0.1
 # Minimum width and height of a box, in pixels.
 _MIN_SIDE = 2.0
 # Two boxes with a higher IoU count as duplicates.
 _DUPLICATE_IOU = 0.95
-# Smaller areas count as zero. In square pixels.
+# Areas below this number of square pixels count as zero.
 _MIN_AREA = 0.01
 
 _Bools = NDArray[np.bool_]
@@ -142,7 +143,8 @@ def _contradicts(areas: _Floats, measured: _Measurements) -> _Bools:
 def _is_duplicate(group_N: NDArray[np.int64], boxes_N4: _Floats) -> _Bools:
     """Whether each of N boxes (xyxy) nearly equals an earlier box of the same group, `[N]`.
 
-    `group_N` identifies the group of each box. A group is the boxes of one class in one image.
+    `group_N` identifies the group of each box. Objects of the same class in the same image form a
+    group, and so do crowds.
     """
     # Comparing all pairs would be slow in crowded images. Therefore sort the boxes by their left
     # side, and compare each box with its successors until they are too far to the right for a high

@@ -24,12 +24,12 @@ def augmented_samples(
 
     Args:
         dataset: Training images.
-        config: Section `data` of the configuration.
+        config: Settings `data` of the training configuration.
         count: Maximum number of samples.
         seed: Seed of the random choices.
 
     Raises:
-        DataError: No image has objects.
+        DataError: No image has objects, and `data.keep_empty` is False.
     """
     reader = BatchReader(
         dataset, config.model_copy(update={"decode": "workers"}), seed, training=True

@@ -14,7 +14,7 @@ def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[
 
     Returns:
         Class names or error messages, by description of the problem. If the training split has no
-        objects, the entry for this problem contains the name of the split.
+        objects, the entry for this problem contains the path of the split's annotations.
     """
     findings = {}
     if similar := similar_names(category.name for category in dataset.categories):

@@ -94,7 +94,7 @@ def inspect(
 
     DIR is a data set in the layout of COCO (annotations/[instances_]SPLIT.json, and the images of
     each split in SPLIT/), Roboflow, CVAT, LabelMe or YOLO. The exit code is 0 even if there are
-    such entries.
+    invalid or suspicious entries.
     """
     from rich.console import Console
     from rich.progress import Progress

@@ -30,7 +30,7 @@ _TITLE_CHARACTERS = 50
 _OPACITY = 0.35
 # Height of a class name relative to the image.
 _NAME_HEIGHT = 0.05
-# Side of the shown square around a suspicious object, relative to the object's longer side.
+# Side of the square that shows a suspicious object, relative to the object's longer side.
 _VIEW = 6.0
 # Lower and upper limit of the square's side, relative to the longer side of the image.
 _MIN_VIEW, _MAX_VIEW = 0.25, 1.1

@@ -59,8 +59,8 @@ class Augmentation:
     def min_size(self, min_size: int) -> int:
         """Return the shorter side in pixels to resize an image to.
 
-        With the probability of the transform `RandomShortestSize`, this is a random one of the
-        transform's sizes. Otherwise, it is the argument `min_size`.
+        If the transform `RandomShortestSize` applies (with its probability `p`), return a random
+        one of its sizes. Otherwise, return the argument `min_size`.
         """
         if isinstance(self._resize, RandomShortestSizeConfig) and _happens(self._resize):
             sizes = self._resize.min_size
@@ -70,7 +70,8 @@ class Augmentation:
     def input_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the height and width in pixels to resize an image to.
 
-        This is `size` or, with the probability of `ScaleJitter`, `size` times a random factor.
+        If the transform `ScaleJitter` applies (with its probability `p`), return `size` times a
+        random factor. Otherwise, return `size`.
         """
         if not isinstance(self._resize, ScaleJitterConfig) or not _happens(self._resize):
             return size
@@ -156,7 +157,7 @@ def with_cropped_masks(sample: Sample, side: int | None) -> Sample:
 
 
 def _pixels_of(sample: Sample) -> NDArray[Any]:
-    # The configuration requires that images are decoded before they are transformed.
+    # With transforms, the configuration requires `data.decode=workers`, so images are decoded here.
     assert not isinstance(sample.image, EncodedImage)
     return sample.image
 

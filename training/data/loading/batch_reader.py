@@ -27,7 +27,7 @@ from .sampling import BatchPlan, repeat_factors
 class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     """PyTorch `Dataset` of batches. An index is a `BatchPlan`, which lists the images of a batch.
 
-    If `data.on_broken` is "skip", an unreadable image is omitted in evaluation. In training, it is
+    If `data.on_broken` is "skip", unreadable images are omitted in evaluation. In training, each is
     replaced by the next image of the same shape bucket (input size).
 
     Attributes:
@@ -49,15 +49,15 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
 
         Args:
             dataset: Data set that contains the images.
-            config: Section `data` of the configuration.
-            seed: Seed from which the random flips and the `seed` of each `Sample` are derived.
+            config: Settings `data` of the training configuration.
+            seed: Seed of the random flips and transforms, and of the `seed` of each `Sample`.
             training: True: read batches with ground truth, flipped and augmented as `config` says.
                 False: read batches of all images, without ground truth, flips and augmentation.
             mask_crop_size: Side in pixels of ground-truth masks cropped to their boxes. None: masks
                 have the size of the input.
 
         Raises:
-            DataError: `training` is True, and no image has objects.
+            DataError: `training` is True, no image has objects, and `data.keep_empty` is False.
         """
         self._config = config
         self._seed = seed
@@ -107,7 +107,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         )
 
     def _candidates(self, index: int) -> Iterator[int]:
-        """Yield `index` and, in training, the indices of images to read if this image is broken."""
+        """Yield `index` and, in training, the indices of images that can replace this image."""
         yield index
         if self._training:
             for other in chain(range(index + 1, len(self.records)), range(index)):
@@ -119,7 +119,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
 
         Args:
             index: Index into `records`.
-            iteration: Training iteration. Seeds the augmentation together with `position`.
+            iteration: Training iteration. Together with `position`, it seeds all random choices.
             position: Position of the image in the global batch.
 
         Raises:

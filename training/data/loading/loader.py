@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class BatchLoader:
-    """Iterable over batches, one per `BatchPlan` (image indices). Unreadable files are logged."""
+    """Iterable over batches, one per `BatchPlan` (image indices) that has a readable image.
+
+    Unreadable files are logged.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class BatchLoader:
                 logger.warning("skipped %s (skipped files so far: %d)", reason, len(self._skipped))
 
     def warn_of_skipped(self) -> None:
-        """If any image files could not be read, log a warning with the number of these files."""
+        """Log a warning with the number of image files that could not be read, if any."""
         if self._skipped:
             logger.warning(
                 "reading failed at least once for %d of %d images; other images replaced them. The "
@@ -187,8 +190,8 @@ def eval_loader(
 def initialise_worker(_: int) -> None:
     """Initialise a worker process of a `DataLoader`.
 
-    Limit torch to one thread, ignore SIGINT, obey only the parent's SIGTERM, and print no traceback
-    if the connection to the parent breaks.
+    Limit torch to one thread. Ignore SIGINT. End on SIGTERM only if the parent sent it. Print no
+    traceback if the connection to the parent breaks.
     """
     # Threads in the worker processes would compete for cores, which the processes already use.
     torch.set_num_threads(1)

@@ -129,7 +129,8 @@ class TrainSampler(Sampler[BatchPlan]):
     """PyTorch `Sampler` of the images that one rank loads from each global batch.
 
     A global batch is split into `parts * world_size` contiguous slices, where `parts` is the number
-    of accumulation steps. In step `part`, a rank loads slice `part * world_size + rank`.
+    of accumulation steps. In accumulation step `n`, counted from 0, a rank loads slice
+    `n * world_size + rank`.
     """
 
     def __init__(

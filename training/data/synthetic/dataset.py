@@ -92,9 +92,9 @@ def draw_dataset(
 def with_synthetic_data(config: TrainConfig) -> TrainConfig:
     """Return a configuration with synthetic data sets, to measure training speed.
 
-    The images are `data.max_size` pixels wide and `data.min_size` high, or the reverse. If
-    `output_dir` does not contain them, they are drawn and saved there. If several processes call
-    this function, one draws and the others wait.
+    The images are `data.max_size` pixels wide and `data.min_size` high, or the reverse. Each side
+    has at least 64 pixels. If `output_dir` does not contain the images, they are drawn and saved
+    there. If several processes call this function, one draws and the others wait.
     """
     data = config.data
     drawn = SyntheticConfig(
@@ -172,7 +172,8 @@ def annotation_from_object(scene_object: SceneObject) -> dict[str, Any]:
     }
 
 
-# Output of contourpy: points `[N, 2]` per piece, and offsets at which its border and holes begin.
+# Output of contourpy, per piece: points `[N, 2]`, and the offsets in them at which the border and
+# each hole begin.
 _Pieces = tuple[list[NDArray[np.float64]], list[NDArray[np.uint32]]]
 
 

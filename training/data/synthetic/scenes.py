@@ -13,7 +13,8 @@ from PIL import Image, ImageFilter
 from .shapes import OUTLINES, Patch, Pose, rasterize
 from .textures import Texture, background, fill
 
-# Shapes with fewer visible pixels, or a smaller visible share, are left out of the scene.
+# Shapes with fewer visible pixels, or a smaller visible share, are left out of the scene, unless
+# they belong to a crowd.
 _MIN_VISIBLE_PIXELS = 24
 _MIN_VISIBLE_SHARE = 0.2
 
