@@ -77,8 +77,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint without running code from it.
 
     Raises:
-        CheckpointError: the file does not exist, is not a checkpoint, or has a checkpoint format
-            that this version of the program does not support.
+        CheckpointError: the file does not exist, is damaged, is not a checkpoint, or has a
+            checkpoint format that this version of the program does not support.
     """
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"

@@ -1,9 +1,9 @@
 """JPEG decoding and resizing on the model's device.
 
-On a CPU, and on the decoder hardware of a GPU, decoded pixels equal Pillow's. Other GPUs, and JPEGs
-that the hardware does not support (such as progressive ones), are decoded by nvJPEG, which repeats
-subsampled chroma instead of interpolating it. The tests allow these absolute differences
-between the values (0..255) that nvJPEG and Pillow decode:
+On a CPU, and on the JPEG decoder hardware of a GPU, decoded pixels equal Pillow's. If a GPU lacks
+this hardware, or the hardware does not support a JPEG (such as a progressive one), torchvision
+decodes the JPEG with nvJPEG. This decoder repeats subsampled chroma instead of interpolating it.
+The tests allow these absolute differences between its pixel values (0..255) and Pillow's:
 
     chroma resolution   mean    maximum
     full                1.5     16

@@ -1,7 +1,7 @@
 """JPEG decoding by the decoder hardware of NVIDIA GPUs (NVJPG), through the library nvJPEG.
 
-nvJPEG decodes luma and chroma planes, and the operation `rgb_from_ycbcr` converts them to RGB.
-nvJPEG could do that too, but it repeats chroma samples where Pillow interpolates them.
+nvJPEG decodes luma and chroma planes, and the operation `rgb_from_ycbcr` converts them to RGB. The
+RGB output of nvJPEG itself is not used: it repeats chroma samples where Pillow interpolates them.
 """
 
 import ctypes
@@ -130,10 +130,10 @@ class HardwareJpegDecoder:
             files: contents as [N] uint8 tensors on the CPU.
 
         Returns:
-            Per file, pixels [3, h, w] uint8 RGB without EXIF rotation, valid once the stream has
-            run the queued work. All images are views of one allocation. None: the hardware does
-            not support the file. If nvJPEG reports an error, for example because one of the files
-            is damaged, all entries are None.
+            Per file, pixels [3, h, w] uint8 RGB without EXIF rotation, or None if the hardware does
+            not support the file. The pixels are valid once the stream has run the queued work. All
+            images are views of one allocation. If nvJPEG reports an error, for example because one
+            of the files is damaged, all entries are None.
         """
         with torch.cuda.device(self._device):
             with self._lock:

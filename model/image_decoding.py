@@ -69,8 +69,9 @@ def read_header(
             stored size, and orientation 1.
 
     Raises:
-        ImageError: the data are not a JPEG, PNG or WebP image, the header is damaged, or the size
-            is invalid. Some damaged headers are reported only by `decode_image`.
+        ImageError: the data are not a JPEG, PNG or WebP image, the header is damaged, or the image
+            is too small, has more than `max_pixels` pixels, is truncated, or would take too long to
+            decode. Some damaged headers are reported only by `decode_image`.
     """
     if size := size_of_usual_jpeg(data):
         check_size(*size, max_pixels)
@@ -88,9 +89,12 @@ def decode_image(
     """Decode a JPEG, PNG or WebP image.
 
     Grey, palette and CMYK images are converted to RGB, transparency is dropped, and an animation
-    yields its first frame. In a 16-bit grey image, the depth is the smallest of 8, 10, 12, 14 and
-    16 bits in which the largest pixel value fits. The highest 8 bits of this depth are kept. Time
-    and memory are bounded by the number of pixels and bytes, even for hostile data.
+    yields its first frame. Time and memory are bounded by the number of pixels and bytes, even for
+    hostile data.
+
+    The pixels of a 16-bit grey image are reduced to 8 bits. Their actual depth is the smallest of
+    8, 10, 12, 14 and 16 bits in which the largest pixel value fits. The highest 8 bits of the
+    actual depth are kept.
 
     Args:
         data: the encoded image.
@@ -102,9 +106,10 @@ def decode_image(
         [H, W, 3] RGB uint8.
 
     Raises:
-        ImageError: the data are not an image of these formats, or are damaged, or the size is
-            invalid. Or the image has 16 bits per colour channel, but its values fit in 14 bits: it
-            would turn dark, because only the highest 8 of the 16 bits are kept.
+        ImageError: the data are not a JPEG, PNG or WebP image, or the image is damaged, is too
+            small, has more than `max_pixels` pixels, or would take too long to decode. Or the image
+            has 16 bits per colour channel, but all values fit in 14 bits: it would turn dark,
+            because only the highest 8 of the 16 bits are kept.
     """
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1
@@ -121,7 +126,8 @@ def decoding_memory(data: bytes, *, max_pixels: int = MAX_PIXELS) -> int:
 
     Raises:
         ImageError: the data are not a JPEG, PNG or WebP image, the header is damaged, or the image
-            is too small or has more than `max_pixels` pixels.
+            is too small, has more than `max_pixels` pixels, is truncated, or would take too long to
+            decode.
     """
     image = _opened(data, max_pixels)
     per_pixel: float = _BYTES_PER_PIXEL

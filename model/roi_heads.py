@@ -278,8 +278,9 @@ def boxes_within_crops(boxes: Tensor, owners: Tensor, side: int) -> Tensor:
     """Convert boxes from input pixels to pixels of their cropped ground-truth masks.
 
     Args:
-        boxes: [..., 4], xyxy.
-        owners: [..., 4], the area that each box's crop covers, xyxy in input pixels.
+        boxes: [..., 4], xyxy in input pixels.
+        owners: [..., 4], xyxy in input pixels: for each box, the ground-truth box to which the mask
+            was cropped.
         side: height and width of a crop in pixels.
     """
     origins, sides = owners[..., :2], owners[..., 2:] - owners[..., :2]

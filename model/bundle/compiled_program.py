@@ -55,8 +55,9 @@ def load_artifact(bundle: Path, artifact: Artifact, device: torch.device) -> Pro
         device: the CPU, or a GPU with its index.
 
     Raises:
-        BundleError: the program's file is missing or damaged, or the program takes images of
-            another dtype or size than the manifest states.
+        BundleError: the program's file is missing or damaged, or the exported program was written
+            by another version of torch, or takes images of another dtype or size than the manifest
+            states.
     """
     compiled = artifact.compiled
     is_gpu = device.type == "cuda"

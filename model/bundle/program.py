@@ -51,9 +51,8 @@ class Program:
     def prepare(self, images: Tensor, image_sizes: Tensor) -> None:
         """Warm up on a GPU for batches of this shape: compile, load kernels, select algorithms.
 
-        The outputs are discarded. The first run has a reduced limit on GPU memory, because cuDNN
-        would otherwise try algorithms that take all GPU memory. If the run exceeds the reduced
-        limit, it is repeated with the previous limit.
+        The outputs are discarded. The GPU memory limit is reduced during the run. If the run
+        exceeds the reduced limit, it is repeated with the previous limit.
         """
         # In fp32, some algorithms that cuDNN tries would take all GPU memory, also that which other
         # processes need. Therefore the first run has a lower memory limit. If the model itself

@@ -24,8 +24,8 @@ OUTPUT_NAMES = ("num_detections", "boxes", "scores", "labels", "masks")
 # ONNX domain and opset version of the custom operations.
 OPSET_DOMAIN, OPSET_VERSION = "maskrcnn", 1
 
-# Sides of input sizes are multiples of this number of pixels: the stride of the coarsest features
-# of the backbone.
+# Sides of input sizes are multiples of this number of pixels: the stride of the last stage (res5)
+# of a ResNet without dilation.
 BUCKET_STEP = 32
 
 # Default maximum number of pixels of an image.

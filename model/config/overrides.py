@@ -41,7 +41,7 @@ def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
     """Return a copy of a nested mapping in which the value at a dotted key is `value`.
 
     Raises:
-        OverrideError: the key is of a form such as `a.b`, but `a` is a value, not a section.
+        OverrideError: the key is nested, such as `a.b`, but `a` is a value, not a section.
     """
     first, _, rest = key.partition(".")
     if not rest:

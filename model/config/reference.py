@@ -14,7 +14,7 @@ from pydantic_core import to_jsonable_python
 
 @dataclass(frozen=True)
 class Key:
-    """Description of a configuration key that is not a section."""
+    """Description of a configuration key that holds a value, not a section (group of keys)."""
 
     # Without its section, such as `norm_eps` of `backbone.norm_eps`.
     name: str
@@ -28,7 +28,7 @@ class Key:
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """Description of a configuration section and its own keys, without its subsections."""
+    """Description of a configuration section (group of keys), without its subsections."""
 
     # Dotted path; empty for the top level.
     name: str

@@ -12,7 +12,7 @@ PYRAMID_STRIDES = (4, 8, 16, 32, 64)
 
 
 class FrozenConfig(BaseModel):
-    """Base class of configuration sections: immutable, and rejects unknown keys."""
+    """Immutable pydantic model that rejects unknown keys. Base class of configuration classes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

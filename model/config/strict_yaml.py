@@ -9,8 +9,8 @@ def value_from_yaml(text: str | bytes) -> Any:
     """Parse a YAML document. Return None if the document is empty.
 
     Raises:
-        yaml.YAMLError: the text is not YAML, a key is duplicated, or a number or date is
-            malformed. The message names line and column.
+        yaml.YAMLError: the text is not YAML, is nested too deeply, has a duplicate key, or has a
+            malformed number or date. In most cases, the message names line and column.
     """
     try:
         return yaml.load(text, _Loader)

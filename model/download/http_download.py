@@ -91,7 +91,8 @@ def download_file(
             done, and the bytes in total (None: unknown).
 
     Raises:
-        DownloadError: The download failed, or the file has another size or checksum.
+        DownloadError: The download failed, the file has another size or checksum, or another
+            process downloads the file and `wait` is False.
     """
     with exclusive_lock(path, wait=wait):
         if path.exists():

@@ -64,7 +64,10 @@ def check_free_space(path: Path, needed: int) -> None:
 
 
 class RemoteVersion(FrozenConfig):
-    """Version of a remote file, from HTTP headers. A field is None if its header was not sent."""
+    """Version of a remote file, from HTTP headers.
+
+    A field is None if the server did not send its header. A weak entity tag counts as not sent.
+    """
 
     etag: str | None = None
     """Strong entity tag: equal tags guarantee equal bytes."""
@@ -75,7 +78,7 @@ class RemoteVersion(FrozenConfig):
 
     @property
     def validator(self) -> str | None:
-        """Value for the header If-Range. None: the server sent neither ETag nor Last-Modified."""
+        """Value for the header If-Range. None: neither `etag` nor `last_modified` is known."""
         return self.etag or self.last_modified
 
     def agrees_with(self, other: "RemoteVersion") -> bool:

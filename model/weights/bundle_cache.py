@@ -90,8 +90,11 @@ def _export(
 ) -> None:
     """Export a model to the folder `bundle` in a child process.
 
-    The calling process, such as a server, then does not load torch and the weights.
+    Raises:
+        click.exceptions.Exit: The export failed.
     """
+    # In a child process, so that a server that calls this function does not load torch and the
+    # weights.
     command = [sys.executable, "-m", "maskrcnn_trt", "export", reference, "-o", str(bundle)]
     for option, values in {
         "--precision": precisions,

@@ -62,7 +62,7 @@ class InputConfig(FrozenConfig):
 
 
 class ConversionConfig(ModelConfig):
-    """Configuration of the model and of image resizing. A conversion can override its keys."""
+    """Configuration of a converted model and of its image resizing. Overrides can set its keys."""
 
     preprocessing: InputConfig = InputConfig()
     """Resizing of images."""
@@ -105,7 +105,9 @@ def checkpoint_from_weights(
             weights usually takes BGR, or the reverse.
 
     Raises:
-        WeightsError: the weights hold a backbone only, or do not fit the configuration.
+        WeightsError: the weights hold a backbone only, or do not fit the configuration. An override
+            is not allowed. Or the file `categories` is not readable or does not fit the number of
+            classes.
     """
     if not weights.has_heads:
         raise WeightsError(
@@ -152,7 +154,7 @@ def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> C
     `key.path=value` takes precedence over a setting with the same key.
 
     Raises:
-        WeightsError: a key or value is not allowed.
+        WeightsError: a key or value is not allowed, or an override is malformed.
     """
     values: dict[str, object] = {}
     for key, value in settings.items():
@@ -166,7 +168,9 @@ def config_from_settings(settings: Settings, overrides: Sequence[str] = ()) -> C
 
 
 def check_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Check that tensors match a model's state dict (`expected`) exactly.
+    """Check that tensors have the names and shapes of a model's state dict (`expected`).
+
+    The counters of batch norms (`num_batches_tracked`) may be missing or superfluous.
 
     Raises:
         WeightsError: a tensor is missing, superfluous or of another shape.
@@ -187,7 +191,7 @@ def check_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Check that each tensor has the same shape as in a model's state dict (`expected`).
+    """Check the shapes of those tensors that are also in a model's state dict (`expected`).
 
     Raises:
         WeightsError: the shape of a tensor differs.
@@ -219,7 +223,8 @@ def read_categories(path: Path, num_classes: int) -> tuple[Category, ...]:
     """Read the categories of a COCO annotation file, sorted by id.
 
     Raises:
-        WeightsError: the file has no categories, or their number is not `num_classes`.
+        WeightsError: the file cannot be read or has no categories, or the number of categories is
+            not `num_classes`.
     """
     try:
         entries = json.loads(path.read_bytes())["categories"]

@@ -77,7 +77,8 @@ def mirror_checksums() -> dict[str, Checksum]:
     the dictionary is empty.
 
     Raises:
-        DownloadError: The file with the checksums cannot be read.
+        DownloadError: The file with the checksums cannot be read, or is not in the format of
+            `sha256sum` or `md5sum`.
     """
     path = os.environ.get(CHECKSUMS_VARIABLE)
     try:
@@ -120,10 +121,12 @@ def _download(url: str, path: Path, checksum: Checksum | None) -> None:
 
 
 def _mirrored(url: str) -> str:
-    """Return the mirror's URL for a file on the host of a model zoo.
+    """Replace the host of a model zoo's URL with the mirror in `MASKRCNN_ZOO_MIRROR`.
 
-    The environment variable `MASKRCNN_ZOO_MIRROR` sets the mirror. If it is not set, or if `url` is
-    on another host, return `url`.
+    If this environment variable is not set, or `url` is on another host, return `url` unchanged.
+
+    Raises:
+        DownloadError: The value of the environment variable is not an http(s) URL.
     """
     mirror = os.environ.get(MIRROR_VARIABLE)
     parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""Loading of weights files, also of torchvision or detectron2, for training and `torch.hub`."""
+"""Loading of weights of this program and of others into models, for training and `torch.hub`."""
 
 import math
 import shlex
@@ -83,7 +83,8 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
         Report of the tensors that were loaded, kept and ignored.
 
     Raises:
-        CheckpointError: the file cannot be read, or its weights need another model configuration.
+        CheckpointError: the file cannot be read or is incomplete, or its weights need another model
+            configuration.
         ZooError: no published model has this name, or this program does not support the model.
         DownloadError: the download failed, or the file has another checksum.
     """
@@ -132,7 +133,8 @@ def build_model(
         num_classes: number of foreground classes of a model with random weights.
 
     Raises:
-        CheckpointError: the weights cannot be read, or are for another backbone.
+        CheckpointError: the weights cannot be read or converted, have NaN or infinite values, or
+            are for another backbone.
         ZooError: no published model has this name, or this program does not support the model.
         DownloadError: the download failed, or the file has another checksum.
     """

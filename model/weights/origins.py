@@ -46,16 +46,17 @@ class Weights:
 
     origin: str
     tensors: dict[str, Tensor]
-    # Settings inferred from names and shapes of the tensors, or stated beside them.
+    # Settings inferred from names and shapes of the tensors, or stated in a configuration: that of
+    # the checkpoint, or detectron2's `config.yaml`.
     structure: Settings
-    # Settings assumed because they are the origin's defaults.
+    # Settings assumed: defaults of the origin, or values of the published model in `zoo.py`.
     assumed: Settings
     # Names of tensors in the file that do not affect detections.
     ignored: tuple[str, ...] = ()
 
     @property
     def settings(self) -> Settings:
-        """Settings of the model and its input. An inferred value replaces an assumed one."""
+        """Settings of the model and its input. `structure` takes precedence over `assumed`."""
         return self.assumed | self.structure
 
     @property
@@ -80,7 +81,7 @@ def rename_tensors(
 
     Raises:
         WeightsError: a tensor that may affect detections has no counterpart in this model, or two
-            different tensors have the same one.
+            tensors with different values have the same counterpart.
     """
     tensors: dict[str, Tensor] = {}
     ignored, unknown = [], []

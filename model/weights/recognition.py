@@ -41,7 +41,8 @@ def read_weights(path: Path, config: Path | None = None) -> Weights:
             `config.yaml` in the folder of the weights if this file exists.
 
     Raises:
-        CheckpointError: the file cannot be read, or is of an unsupported program or model.
+        CheckpointError: the file cannot be read, or is of an unsupported program or model. Or the
+            configuration file cannot be read, or is not that of the weights.
     """
     content = read_file(path)
     if is_checkpoint(content):

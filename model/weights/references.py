@@ -34,7 +34,9 @@ def read_reference(reference: str | Path, config: Path | None = None) -> Weights
             `config.yaml` in the folder of the weights if this file exists.
 
     Raises:
-        CheckpointError: the file cannot be read, or is of an unsupported program or model.
+        CheckpointError: the file cannot be read, is a bundle (exported model), or is of an
+            unsupported program or model. Or the configuration file cannot be read, or is not that
+            of the weights.
         ZooError: no published model has this name, or this program does not support the model.
         DownloadError: the download failed, or the file has another checksum.
     """
