@@ -93,14 +93,15 @@ def bundle_from_checkpoint(
         CheckpointError: the checkpoint cannot be read or converted.
         ZooError: no published model has this name, or this program does not support that model.
         DownloadError: the download failed, or the file has another checksum.
-        EngineError: an engine cannot be built, or a GPU that it is built for does not compute in
-            one of the precisions.
+        EngineError: an engine cannot be built, or a target GPU does not support one of the
+            precisions.
         BundleError: the folder holds other files than a bundle, or cannot be replaced. Or an input
             size is not a multiple of 32, is too large, or is so small that no resized image fits.
             Or `input_dtype` is uint8 and the checkpoint's resizing does not round pixel values. Or
             `builders`, `with_programs` or `calibration` is not given, and a precision needs it. Or
             `with_programs` or `calibration` is given, and no precision uses it.
         ImageError: a calibration image cannot be read.
+        ModuleNotFoundError: int8 or fp8 is requested, and ONNX Runtime is not installed.
         OSError: the bundle cannot be written.
     """
     check_output_folder(bundle)

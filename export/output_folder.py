@@ -99,7 +99,8 @@ def _lock_in(folder: Path) -> Iterator[None]:
     fresh = folder / f"{_LOCK_NAME}.new"
     with fresh.open("w") as file:
         # Lock the file before it gets its name, so that another export never finds it unlocked. If
-        # the file system has no locks, the file gets no name, and the folder is never removed.
+        # the file system has no locks, the file keeps its first name, so that no other export finds
+        # it and removes the folder.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fresh.rename(folder / _LOCK_NAME)

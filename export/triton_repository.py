@@ -20,7 +20,7 @@ from ..model.bundle.spec import INPUT_NAMES, OUTPUT_NAMES
 # Triton's names of the platform and of the model file, by kind of artifact.
 _PLATFORMS = {"onnx": "onnxruntime_onnx", "tensorrt": "tensorrt_plan"}
 _FILES = {"onnx": "model.onnx", "tensorrt": "model.plan"}
-# Batch limit in Triton of ONNX models. A TensorRT plan has its own limit, and an ONNX file none.
+# Maximum batch size of ONNX models in Triton. A TensorRT plan has its own limit, an ONNX file none.
 _MAX_BATCH = 8
 # Time that Triton waits for a batch to fill, in microseconds.
 _MAX_DELAY_US = 2000

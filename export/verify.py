@@ -89,6 +89,7 @@ def verify_bundle(
         one comparison per ONNX file and torch program.
 
     Raises:
+        BundleError: an exported file is missing or damaged.
         ImageError: an image cannot be read, or fits no input size.
     """
     batches = reference_batches(checkpoint, manifest, images)
@@ -220,8 +221,9 @@ def _compare_image(
         comparison: result to update.
         expected: the checkpoint's detections.
         actual: the exported model's detections.
-        floor: score threshold. Expected detections at or below it are not compared. It is raised if
-            the checkpoint found the maximum number of detections.
+        floor: score threshold. Expected detections at or below it are not compared. If the
+            checkpoint found the maximum number of detections, the threshold is at least the lowest
+            expected score plus the tolerance.
     """
     tolerance = comparison.tolerance
     if expected.is_full:

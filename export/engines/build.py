@@ -16,7 +16,7 @@ from .options import EngineOptions, check_engine_choices
 # Largest k of TensorRT's TopK layer.
 TOP_K_LIMIT = 3840
 
-# Configuration keys, by section, whose value is the k of a TopK layer.
+# Keys of the model configuration whose value is the k of a TopK layer, by section (`rpn`, `roi`).
 _TOP_K_KEYS = {"rpn": ("pre_nms_top_n_test", "post_nms_top_n_test"), "roi": ("nms_candidates",)}
 
 
@@ -28,10 +28,10 @@ def builders_from_options(
     Args:
         bundle: folder of the bundle that will hold the engines.
         kinds: values of `--engine`, without `torch`.
-        for_triton: whether Triton Inference Server will run the engines. It does not pad batches,
-            and a TensorRT engine with plugins leaks memory if the batch size changes within a
-            profile (https://github.com/NVIDIA/TensorRT/issues/4849). Such engines therefore get a
-            profile for each batch size from 1 to the largest.
+        for_triton: whether Triton Inference Server will run the engines. If so, TensorRT engines
+            with plugins get a profile for each batch size from 1 to the largest. Triton does not
+            pad batches, and these engines leak memory if the batch size changes within a profile
+            (https://github.com/NVIDIA/TensorRT/issues/4849).
         choices: values of the other engine options. None or (): the option was not given.
 
     Raises:

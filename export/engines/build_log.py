@@ -20,7 +20,7 @@ class BuildLog:
         an error.
         """
         self.path = path
-        # Errors of the current section, each on one line.
+        # Errors since the start of the last `section` block, each on one line.
         self.errors: list[str] = []
         # TensorRT's message that lists the finished engine's layers. Empty until it is logged.
         self.listing = ""
@@ -51,9 +51,9 @@ class BuildLog:
         """Add a message of TensorRT to the log.
 
         An error is also appended to the attribute `errors`, and a list of the engine's layers is
-        stored in the attribute `listing`. Outside of sections, nothing is written to the file.
+        stored in the attribute `listing`. The file is written only within a `section` block.
         """
-        # Messages after a section are expected, because TensorRT frees some objects late.
+        # Messages after the block are expected, because TensorRT frees some objects late.
         if severity in ERRORS:
             self.errors.append(" ".join(message.split()))
         elif message.startswith("Layers:\n"):

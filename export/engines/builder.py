@@ -102,8 +102,9 @@ class EngineBuilder(ABC):
             Versions, supported GPUs and profiles of the engine, for the manifest.
 
         Raises:
-            EngineError: TensorRT fails. Or the option `strict` is set, and the engine computes in
-                another precision.
+            EngineError: TensorRT cannot build the engine, or the GPU's driver does not support the
+                plugins. Or the option `strict` is set, and the engine computes in another
+                precision.
             KeyboardInterrupt: the user interrupted the build. The build has stopped.
         """
         model, plugins = self._load_model(onnx_path)
@@ -225,7 +226,7 @@ class EngineBuilder(ABC):
     def _parser_error(self, parser: Any, name: str) -> str:
         """Return a message that the engine file `name` cannot be built, because parsing failed.
 
-        It has the parser's first error, the ONNX node that caused the error, and a remedy.
+        The message contains the parser's first error, the ONNX node that caused it, and a remedy.
         """
         error = parser.get_error(0)
         node = " in ".join(
@@ -246,8 +247,8 @@ class EngineBuilder(ABC):
     def _builder_error(self, name: str) -> str:
         """Return a message that the engine file `name` cannot be built, because TensorRT failed.
 
-        It has a remedy and the first error that a plugin raised or TensorRT logged. If memory ran
-        out, it has the first memory error instead.
+        The message contains a remedy and one error: the first out-of-memory error if there is one,
+        else the first error that a plugin raised, else the first that TensorRT logged.
         """
         errors = [*self._callback_errors(), *self._log.errors] or ["it gives no reason"]
         memory_errors = [error for error in errors if _OUT_OF_MEMORY.search(error)]

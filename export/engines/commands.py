@@ -45,7 +45,8 @@ def inspect(plan: Path, as_json: bool) -> None:
 
     Inspect only plans that you trust, because loading a plan can run code. If PLAN is in a bundle,
     its hash must match the manifest. Tensors and layers are listed only if this machine has a GPU
-    that can load the plan. Otherwise, --json prints the reason as a note if PLAN is in a bundle.
+    that can load the plan. Otherwise, the command fails, except for a PLAN in a bundle with --json:
+    the JSON then holds the reason as `note`.
     """
     from .inspection import inspected_layers, inspected_tensors, load_engine
 
@@ -230,7 +231,7 @@ def table_of_types(layers: "Sequence[Layer]") -> Table:
 
 
 def _types_of(layers: "Sequence[Layer]") -> Counter[str]:
-    """Count layers by the types of their inputs. Keys look like `fp16` or `fp16 fp32`."""
+    """Count layers by their `compute_types`. Keys look like `fp16`, `fp16 fp32` or `none`."""
     return Counter(" ".join(sorted(layer.compute_types)) or "none" for layer in layers)
 
 

@@ -99,8 +99,8 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
     expected = frozenset({"fp32" if precision == "tf32" else precision})
     allowed = expected | ({"fp32"} if is_quantized else set())
     wrong = [c for c in convolutions if not expected <= c.compute_types <= allowed]
-    # The function body of NMS has a matrix product in fp32. In fp16 and bf16, therefore, differing
-    # products are an error only if all differ.
+    # The function body of NMS has a matrix product in fp32. In fp16 and bf16, matrix products of
+    # another type are therefore an error only if no product has the expected type.
     products_differ = [layer for layer in products if layer.compute_types != expected]
     if precision not in ("fp16", "bf16") or len(products_differ) == len(products):
         wrong += products_differ

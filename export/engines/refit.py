@@ -30,9 +30,9 @@ def refit_bundle(bundle: Path) -> list[str]:
         Paths of the engines that received weights, relative to the bundle folder.
 
     Raises:
-        BundleError: the bundle is damaged.
+        BundleError: the bundle is damaged, or lacks the ONNX file of an engine.
         ModuleNotFoundError: TensorRT is not installed.
-        EngineError: TensorRT fails.
+        EngineError: TensorRT cannot load an engine on this machine, or cannot insert the weights.
     """
     manifest = read_manifest(bundle)
     refitted = []
@@ -57,7 +57,7 @@ def refit_engine(trt: Any, engine: Any, model: bytes) -> None:
     """Insert the weights of an ONNX model into a loaded engine that was built from this model.
 
     Raises:
-        EngineError: a weight is missing, or TensorRT fails.
+        EngineError: a weight is missing, or TensorRT cannot insert the weights.
     """
     with errors_of(trt) as errors:
         refitter = trt.Refitter(engine, shared_logger(trt))
@@ -83,7 +83,7 @@ def _model_for(bundle: Path, manifest: Manifest, artifact: Artifact) -> bytes:
     """Return the serialized ONNX model from which an engine was built.
 
     Raises:
-        BundleError: the bundle lacks this model.
+        BundleError: the bundle lacks this model's ONNX file, or the file is damaged.
     """
     graphs = manifest.artifacts_for(artifact.precision, "onnx")
     graph = next((graph for graph in graphs if graph.bucket == artifact.bucket), None)

@@ -142,7 +142,7 @@ def _decode_boxes_node(
         shape=(*indices.shape, 4),
         version=OPSET_VERSION,
     )
-    # Not an output of the node, because TensorRT plugins cannot return booleans.
+    # `are_large` is computed outside of the node, because TensorRT plugins cannot return booleans.
     return boxes, are_large(boxes, min_side)
 
 
@@ -157,10 +157,10 @@ def _pyramid_roi_align_node(
     aligned: bool,
     inclusive: bool,
 ) -> Tensor:
-    # Two names, because a TensorRT plugin has a fixed number of inputs.
+    # A single map needs a node of its own, because a TensorRT plugin has a fixed number of inputs.
     name = "PyramidRoIAlign" if len(features) > 1 else "SingleMapRoIAlign"
     batch, count = rois.shape[:2]
-    # Four axes, because TensorRT has no channels-last formats for five.
+    # The node's output has four axes, because TensorRT has no channels-last formats for five.
     pooled: Tensor = symbolic(
         f"{OPSET_DOMAIN}::{name}",
         [*features, rois],

@@ -33,10 +33,10 @@ class _Fusion(NamedTuple):
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    In all data types, a convolution is replaced if a ReLU follows, directly or after an addition
-    of a tensor of the same size. In fp16 and bf16, a convolution without ReLU is replaced if it is
-    1x1 or no addition follows. An addition directly after a replaced convolution is fused.
-    Convolutions without bias, or with groups, are not replaced.
+    A convolution is replaced if a ReLU follows, directly or after an addition of a tensor of the
+    same size. In fp16 and bf16, two more kinds are replaced, with or without a ReLU: 1x1
+    convolutions, and convolutions without an addition after them. An addition directly after a
+    replaced convolution is fused. Convolutions without bias, or with groups, are not replaced.
 
     Args:
         program: exported program after `run_decompositions`, so without in-place operations.
@@ -69,7 +69,7 @@ def _replacement(node: Node, fusion: _Fusion) -> tuple[Any, tuple[Any, ...]] | N
     residual, relu = fusion.residual, fusion.relu
     if weight.meta["val"].dtype in HALF_TYPES:
         pointwise = _is_pointwise(weight, stride, padding)
-        # Libraries have no faster kernels for few channels, unless torch needs a pass for the ReLU.
+        # With few channels, libraries can be faster than Triton only if a ReLU follows directly.
         wide = min(weight.meta["val"].shape[:2]) >= _LIBRARY_CHANNELS or (relu and residual is None)
         if pointwise and wide and stride == [1, 1] and not fusion.upsampled:
             return _own.gemm_convolution.default, (*convolution, residual, relu)
@@ -120,8 +120,8 @@ def fuse_blocks(program: ExportedProgram) -> None:
 def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
     """Return a fused operation and its arguments that replace two convolutions, or None.
 
-    If a kernel supports it, the operation also replaces the convolution in the shortcut. None: no
-    operation supports these convolutions.
+    If the block has a convolution in its shortcut, and a kernel supports the combination, the
+    operation also replaces this convolution. None: no operation supports `last` and `first`.
 
     Args:
         last: `gemm_convolution` that ends a residual block and adds the residual.

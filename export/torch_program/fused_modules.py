@@ -31,7 +31,7 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
     """
     body = model.backbone.body
     is_half = body.conv1.weight.dtype in HALF_TYPES
-    # If a group norm follows the convolution, which cannot be folded, the stem is not fused.
+    # A group norm cannot be folded into the convolution before it. Such a stem is not fused.
     if is_half and isinstance(body.bn1, nn.Identity):
         fused = _FusedStem(model)
         model.backbone.body.conv1 = fused  # registered, so that its parameters move with the model

@@ -1,13 +1,13 @@
 // Transition between two residual blocks. Contract: block_transition/operation.py.
 //
-// A block keeps all weights in shared memory. Each of its warps computes tiles of 16 pixels on its
-// own, without waiting for others. Channels are assigned to the positions of the tensor-core
-// operands such that a thread holds 8 neighbouring channels of a pixel, 16 bytes: thread `q` of the
-// four that share a pixel holds channels 8q to 8q + 7 of each chunk of 32.
+// A thread block keeps all weights in shared memory. Each of its warps computes tiles of 16 pixels,
+// without waiting for other warps. Four threads share a pixel. Of each chunk of 32 channels, thread
+// `q` of the four holds channels 8q to 8q + 7, which are 16 bytes. Channels are assigned to the
+// positions of the tensor-core operands accordingly.
 //
-// A tile's input arrives in packets, one per chunk of channels. A thread copies its part of a packet
-// to shared memory one tile before it reads that part, so that no other thread is involved, and
-// enough copies are in flight to use the whole bandwidth of the memory.
+// A packet is one chunk of channels of a tile's input. A thread copies its part of a packet to
+// shared memory one tile before it reads that part. Threads therefore need not wait for one
+// another, and enough copies are in flight to use the whole bandwidth of the memory.
 //
 // Compile-time constants: VALUE (type), CHANNELS (of the input), SHORTCUT (channels of the
 // shortcut's input; 0: the shortcut is a map to add), OUTPUTS, REDUCED, THREADS (per block).

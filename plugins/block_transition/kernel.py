@@ -2,10 +2,10 @@
 
 from ..runtime.compilation import Kernel, Launch
 
-# Channels and pixels that are read together: by four threads, and by a warp.
+# Channels of a pixel that four threads read together, and pixels that a warp reads together.
 CHUNK, _TILE = 32, 16
 _WARP, _THREADS = 32, 512
-# Shared memory of a block of compute capability 9.0 in bytes.
+# Maximum shared memory of a thread block on compute capability 9.0, in bytes.
 _SHARED = 227 << 10
 
 

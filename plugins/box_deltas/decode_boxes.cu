@@ -1,7 +1,7 @@
 // Decode selected deltas and clip the boxes to their images. Contract: box_deltas/operation.py.
 //
 // Compile-time constants: CENTER_WEIGHT, SIZE_WEIGHT, MAX_LOG_SCALE, INCLUSIVE, MIN_SIDE, THREADS,
-// and LARGE: 1 if the kernel has the output `large`. TensorRT plugins have no boolean outputs.
+// LARGE (1: the kernel has the output `large`; 0: it is a TensorRT plugin, without boolean output).
 
 struct Interval {
     float near, far;

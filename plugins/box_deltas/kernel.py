@@ -35,8 +35,8 @@ def decode_boxes_kernel(
 ) -> Kernel:
     """Return the kernel that decodes boxes. `maskrcnn::decode_boxes` documents the arguments.
 
-    The output `large` marks the boxes whose sides are at least `min_side`. If `min_side` is None,
-    the kernel does not have this output.
+    If `min_side` is None, the kernel does not have the output `large`, which marks the non-empty
+    boxes whose sides are at least `min_side`.
     """
     constants = (
         *_weights(center_weight, size_weight),
@@ -62,7 +62,7 @@ def decode_boxes_launch(
     - image sizes (height, width), [batch, 2] int64.
 
     Outputs are boxes [batch, chosen, 4] float32 and, if the kernel has a `min_side`, `large`
-    [batch, chosen] uint8, which is 1 for boxes whose sides are at least `min_side`.
+    [batch, chosen] uint8: 1 for non-empty boxes whose sides are at least `min_side`, else 0.
     """
     grid = ((chosen + _THREADS - 1) // _THREADS, batch, 1)  # TensorRT's sizes have no negation
     scalars = (references, 0 if shared else references, classes, chosen)

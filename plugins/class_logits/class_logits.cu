@@ -1,8 +1,8 @@
 // Product of an instance's features and the weight of its class. Contract:
 // class_logits/operation.py.
 //
-// A block handles cells of one instance, and a warp one cell at a time. A lane keeps its channels of
-// the class's weight in registers.
+// A block handles cells of one instance, and a warp one cell at a time. A lane keeps its channels
+// of the class's weight in registers.
 //
 // Compile-time constants: VALUE (type), CHANNELS, VECTOR (channels per load), THREADS (per block).
 #include "numeric.cuh"

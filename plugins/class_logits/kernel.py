@@ -5,7 +5,7 @@ import math
 from ..runtime.compilation import Kernel, Launch
 
 _WARP, _THREADS = 32, 256
-# Cells that a warp computes, so that it loads the weight for several of them.
+# Mask cells that a warp computes. The warp loads the class's weight only once for all of them.
 _CELLS_PER_WARP = 8
 # Maximum number of channels per load of 16 bytes, by type of the features.
 _VECTORS = {"float16": 8, "bfloat16": 8, "float": 4}

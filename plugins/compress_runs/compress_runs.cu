@@ -1,9 +1,9 @@
 // Compress run lengths to COCO RLE strings, one block per mask. Contract:
 // compress_runs/operation.py.
 //
-// A block first counts the characters of its mask, and reserves their place in the common text. A
-// thread then encodes one run at a time. A prefix sum over the block gives the position of the run's
-// characters.
+// A block first counts the characters of its mask, and reserves a range of that length in the text
+// of all masks. A thread then encodes one run at a time. A prefix sum over the block gives the
+// position of the run's characters.
 //
 // Compile-time constants: THREADS.
 
@@ -40,7 +40,8 @@ __device__ int sum_before(int own, int& total) {
     return before;
 }
 
-// Number that COCO RLE stores for a run: from the fourth on, the difference from the run two before.
+// Number that COCO RLE stores for a run: from the fourth run on, the difference from the run two
+// before.
 __device__ int stored(const int* counts, int run) {
     return counts[run] - (run > 2 ? counts[run - 2] : 0);
 }

@@ -24,8 +24,9 @@ def compress_runs(counts: Tensor, num_runs: Tensor, capacity: int) -> tuple[Tens
 
     Returns:
         text [capacity] uint8, undefined after the last string; and [N, 2] int64, start and length
-        of each mask's string in the text. If a string ends after the capacity, it is cut off. If a
-        mask has more than C runs, it has no string, and its length is -1.
+        of each mask's string in the text. Characters beyond the capacity are missing in the text,
+        but counted in the lengths. If a mask has more than C runs, it has no string, and its length
+        is -1.
 
     Raises:
         ValueError: on a GPU, an argument has another dtype or shape than documented.

@@ -25,7 +25,7 @@ _WORKSPACE = 4 << 20
 # Maximum number of algorithms of a product.
 _CANDIDATES = 6
 
-# An operation's descriptor holds the address of one call's bias.
+# Calls share an operation's descriptor, which holds the address of the current call's bias.
 _lock = threading.Lock()
 
 
@@ -91,7 +91,7 @@ class Product:
             )
             for height, width in ((inputs, outputs), (inputs, count), (outputs, count))
         )
-        # Those that should be fastest come first.
+        # In order of speed as cuBLASLt estimates it, the fastest first.
         self.algorithms = self._supported_algorithms()
 
     def _set(self, attribute: int, value: ctypes.c_int | ctypes.c_void_p) -> None:
@@ -153,7 +153,7 @@ class Product:
                 *(self._handle, self._operation, ctypes.byref(ctypes.c_float(1.0))),
                 *(weight_, self._weight, rows_, self._rows),
                 *(ctypes.byref(self._residual_factor), added_, self._output),
-                *(output_, self._output, ctypes.byref(algorithm)),  # begins with the algorithm
+                *(output_, self._output, ctypes.byref(algorithm)),  # the struct begins with it
                 *(scratch_, ctypes.c_size_t(algorithm.workspace), stream),
             )
 

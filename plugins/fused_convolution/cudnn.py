@@ -115,7 +115,7 @@ _convolution = functools.lru_cache(maxsize=1024)(_Convolution)
 @functools.cache
 def _library() -> Library:
     version: int = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
-    # The version is 91900 for 9.19.0. That of cuDNN 8 has another form, and no library is found.
+    # The version is 91900 for 9.19.0. cuDNN 8 is not supported: its versions have another form.
     return Library(f"libcudnn.so.{version // 10000}")
 
 

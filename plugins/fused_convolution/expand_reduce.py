@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from .operation import empty_pointwise_output
 
-# Largest numbers of channels for which one kernel is faster than two: between the two convolutions,
-# and after the second.
+# Maximum numbers of channels between the two convolutions, and after the second one. With more
+# channels, two kernels are faster than one.
 _MAX_CHANNELS, _MAX_REDUCED = 512, 128
 
 

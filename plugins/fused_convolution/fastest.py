@@ -1,7 +1,7 @@
 """Choice of the fastest of several implementations, by measuring them on the GPU.
 
-Choices are kept in the user's cache folder, so that other processes make the same ones without
-measuring. Two implementations may differ in rounding.
+Choices are kept in the user's cache folder, so that other processes use them without measuring.
+Two implementations may differ in rounding.
 """
 
 import functools
@@ -59,7 +59,10 @@ def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) 
 
 
 class Choices:
-    """Indices of the fastest implementations by name of the operation, kept in a JSON file."""
+    """Indices of the fastest implementations, kept in a JSON file.
+
+    An index is stored under a name: the number of implementations and the key of `run_fastest`.
+    """
 
     def __init__(self, path: Path) -> None:
         """Load the JSON file `path`. If it is missing or damaged, start with an empty record."""

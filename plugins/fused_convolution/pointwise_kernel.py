@@ -17,10 +17,10 @@ _SHALLOW: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_
 _NARROW: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 16, "num_warps": 4, "num_stages": 4}
 _BLOCK_K = 64
 # Launch parameters of `_upsampling_convolution`, and the maximum number of input channels for which
-# its part of the weight fits into shared memory.
+# a thread block's rows of the weight fit into shared memory.
 _RESIDENT: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
 _RESIDENT_CHANNELS = 256
-# Shared memory of a block of `_upsampling_convolution` with that many input channels in bytes.
+# Bytes of shared memory that a thread block needs for `_RESIDENT_CHANNELS` input channels.
 _RESIDENT_BYTES = 212_992
 # Maximum number of input channels for which `_SHALLOW` is used.
 _SHALLOW_CHANNELS = 128

@@ -1,5 +1,5 @@
 // Mark the candidates of highest IoU with each ground-truth box ("truth") as positive.
-// match_boxes.cu computes these IoUs. Contract: match_boxes/operation.py.
+// match_boxes.cu computes the highest IoUs. Contract: match_boxes/operation.py.
 //
 // Compile-time constants: THREADS.
 #include "boxes.cuh"

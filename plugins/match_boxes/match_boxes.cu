@@ -1,10 +1,10 @@
 // Match candidates to ground-truth boxes by IoU. Contract: match_boxes/operation.py.
 //
-// A warp handles ITEMS * 32 neighbouring candidates, a lane every 32nd of them. It skips
-// ground-truth boxes ("truths") that lie outside of the bounding box of its candidates.
+// A warp handles ITEMS * 32 neighbouring candidates, a lane every 32nd of them. The warp
+// skips ground-truth boxes ("truths") that lie outside of the bounding box of its candidates.
 //
-// Compile-time constants: FOREGROUND_IOU, BACKGROUND_IOU, LOW_QUALITY (also compute the inputs of
-// match_best.cu), ITEMS, TILE (truths that a block loads at once), THREADS.
+// Compile-time constants: FOREGROUND_IOU, BACKGROUND_IOU, LOW_QUALITY (1: also compute the inputs
+// of match_best.cu), ITEMS, TILE (truths that a block loads at once), THREADS.
 #include "boxes.cuh"
 
 constexpr int WARP = 32;

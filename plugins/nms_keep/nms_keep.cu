@@ -1,12 +1,12 @@
 // Greedy non-maximum suppression of sets of boxes. Contract: nms_keep/operation.py.
 //
-// A block processes a set in tiles of 64 boxes. Each warp derives which boxes of the tile are kept.
-// Then all threads mark the following boxes that the kept ones suppress. Thread t is responsible
-// for boxes t, t + THREADS, ...
+// A block processes a set in tiles of 64 boxes. Every warp computes which boxes of the tile are
+// kept. Then all threads mark the following boxes that the kept ones suppress. Thread t is
+// responsible for boxes t, t + THREADS, ...
 //
-// `nms_keep` also computes the overlaps, so that one kernel is enough for TensorRT. In torch,
-// `nms_overlaps` first computes the overlaps with many blocks per set, and `nms_select` then reads
-// them. This is an order of magnitude faster.
+// `nms_keep` computes the IoUs too, so that one kernel is enough for TensorRT. In torch,
+// `nms_overlaps` first computes with many blocks per set which boxes overlap too much, and
+// `nms_select` reads the result. This is an order of magnitude faster.
 //
 // Compile-time constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), KEEP (type), THREADS.
 #include "boxes.cuh"

@@ -28,11 +28,14 @@ _CUDA_TYPES = {torch.float32: "float", torch.float16: "float16"}
 
 
 class _PixelSamples(NamedTuple):
-    """Pairs of mask samples between which to interpolate P pixels along one axis of a box."""
+    """Pairs of mask samples between which to interpolate P pixels along one axis of a box.
 
-    # [P] int64, covered pixels.
+    Sample indices include the mask's border of zeros: index 0 is in the border.
+    """
+
+    # [P] int64, image rows or columns that the box covers.
     pixels: Tensor
-    # [P] int64, index of the last sample before each pixel.
+    # [P] int64, index of the last sample at or before each pixel.
     low: Tensor
     # [P] int64, index of the next sample, at most the last one.
     high: Tensor

@@ -2,9 +2,9 @@
 // Contract: paste_rle/operation.py.
 //
 // Only pixels within the box are computed, column by column. Each column is followed by a
-// background pixel, unless it spans the whole height of the image. A thread computes 32 pixels at a
-// time as the bits of a word. A run ends where neighbouring bits differ. Prefix scans over the
-// block give the number of runs that end before a word, and the end of the last one.
+// background pixel, unless the box spans the whole height of the image. A thread computes 32 pixels
+// at a time as the bits of a word. A run ends where neighbouring bits differ. Prefix scans over the
+// block give the number of runs that end before a word, and the end of the last of these runs.
 //
 // Compile-time constants: EXACT (0: boxes of whole pixels), PROBABILITY (type), SIDE, THREADS,
 // THRESHOLD.

@@ -1,8 +1,9 @@
 // Rasterise polygons within RoIs, one block per RoI. Contract: polygon_mask_targets/operation.py.
 //
-// pycocotools walks along the edges of a ring on a grid five times as fine as the pixels, and
-// records the rows at which they cross from one column of pixels to the next. This kernel computes
-// the crossings without walking. Each crossing toggles the pixels of its column from its row on.
+// pycocotools walks along the edges of a ring on a grid five times as fine as the pixels. Where an
+// edge crosses from one column of pixels to the next, pycocotools records the row. This kernel
+// computes the rows without walking. Each crossing toggles the pixels of its column from its row
+// downwards.
 //
 // Compile-time constants: REACH (limit of corner coordinates in pixels), SIDE, THREADS.
 

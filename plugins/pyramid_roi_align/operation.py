@@ -207,7 +207,8 @@ def _check_levels(features: Sequence[Tensor], spatial_scales: Sequence[float]) -
 
 
 def _is_channels_last(feature: Tensor) -> bool:
-    # Only this stride is read. In an export, reading the batch axis would fix its symbolic size.
+    # Read only the channels' stride. In an export, reading the batch axis would fix its symbolic
+    # size.
     return feature.stride(1) == 1
 
 

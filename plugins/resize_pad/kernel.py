@@ -2,7 +2,7 @@
 
 from ..runtime.compilation import Kernel, Launch
 
-# Threads of a block, and neighbouring output rows that a thread computes.
+# Width and height of a block in threads, and neighbouring output rows that a thread computes.
 _BLOCK_WIDTH, _BLOCK_HEIGHT = 32, 8
 _ROWS = 4
 _BLOCK_ROWS = _ROWS * _BLOCK_HEIGHT
@@ -21,12 +21,13 @@ def table_shape(images: int, taps: int, places: int) -> tuple[int, int, int, int
     """Return the shape [images, 2, 2 + taps, places] of the int32 table of resampling weights.
 
     The second axis selects rows or columns, the last one a row or column of the resized image. The
-    third axis holds the index of its first source row or column, their number, and their weights.
+    third axis holds the index of the first source row or column that contributes to it, the number
+    of contributing rows or columns, and their weights.
 
     Args:
         images: Number of images.
         taps: Largest number of source pixels that contribute to a resized pixel along an axis.
-        places: Longest side of the batch in pixels.
+        places: Height or width of the batch in pixels, whichever is larger.
     """
     return images, 2, _HEADER + taps, places
 

@@ -1,9 +1,9 @@
 // Resize images into a padded batch. Contract: resize_pad/operation.py.
 //
-// Like Pillow, the kernels resize along one axis after the other, with integer weights, and round to
-// 8 bits after each of the two passes. `resize_weights` computes the weights. A thread of `resize_pad`
-// computes ROWS neighbouring output pixels of a column. Usually the first pass is along the rows. The
-// thread then resizes each source row that it needs only once.
+// Like Pillow, the kernels resize along one axis after the other, with integer weights, and round
+// to 8 bits after each of the two passes. `resize_weights` computes the weights. A thread of
+// `resize_pad` computes ROWS neighbouring output pixels of a column. Usually the first pass is
+// along the rows. In this case, the thread resizes each source row that it needs only once.
 //
 // Compile-time constants: CHANNELS, ROWS, WEIGHT_BITS (fractional bits of a weight).
 
@@ -41,10 +41,11 @@ __device__ void add(Sums& sums, int weight, const Sums& first_pass) {
     }
 }
 
-// The table is [images, AXES, WEIGHTS + taps, places]. For each place on an axis of a resized image,
-// it has the index of the first source pixel that contributes, the number of such pixels, and their
-// weights. A weight falls linearly with the distance between the centres of the pixels. Weights are
-// computed in double precision and in Pillow's order of operations, so that they are equal.
+// The table is [images, AXES, WEIGHTS + taps, places]. For each place on an axis of a resized
+// image, it has the index of the first source pixel that contributes, the number of such pixels,
+// and their weights. A weight falls linearly with the distance between the centres of the pixels.
+// Weights are computed in double precision and in Pillow's order of operations, so that they equal
+// Pillow's.
 extern "C" __global__ void resize_weights(const Image* __restrict__ images, int taps, int places,
                                           int* __restrict__ table) {
     const int place = blockIdx.x * blockDim.x + threadIdx.x, axis = blockIdx.y;

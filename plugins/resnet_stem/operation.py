@@ -65,7 +65,7 @@ def resnet_stem(
         rounded up.
 
     Raises:
-        ValueError: on a GPU, an argument has another dtype or shape.
+        ValueError: on a GPU, an argument has another dtype or shape than documented.
     """
     return _separate_operations(images, image_sizes, weight, bias, mean, std)
 

@@ -2,11 +2,11 @@
 //
 // A block computes a tile of pooled pixels, each warpgroup some of its rows. The normalised pixels
 // that the tile needs lie in shared memory, four channels each. The fourth channel is one, and its
-// weight the bias. A matrix product reads the pixels in place: row i of its first matrix is the four
-// pixels from pixel 2 * i of an image row on, so that rows overlap. Its second matrix is the weights
-// of four neighbouring columns of the convolution's kernel. 14 products give 64 pixels of a row of
-// the convolution. Three such rows are pooled vertically in registers, then horizontally in shared
-// memory.
+// weight the bias. A matrix product reads the pixels in place: row i of its first matrix is the
+// four pixels from pixel 2 * i of an image row on, so that rows overlap. Its second matrix is the
+// weights of four neighbouring columns of the convolution's kernel. 14 products give 64 pixels of a
+// row of the convolution. Three such rows are pooled vertically in registers, then horizontally in
+// shared memory.
 //
 // Compile-time constants: PIXEL (type of the images), VALUE (type of weights and output).
 #include "stem_pixels.cuh"
@@ -63,8 +63,8 @@ __device__ void queue_row(float (&sums)[2 * WORDS], const Shared& shared, int ro
     }
 }
 
-// Return maxima of 16-bit numbers. Signed bits of numbers that are not negative have the order of the
-// numbers. NaN has the largest, a negative zero the smallest.
+// Return maxima of 16-bit numbers. Signed bits of numbers that are not negative have the order of
+// the numbers. NaN has the largest, a negative zero the smallest.
 __device__ unsigned largest_of(unsigned a, unsigned b, unsigned c) {
     return __vimax3_s16x2(a, b, c);
 }
@@ -134,8 +134,8 @@ resnet_stem_sm90(const PIXEL* __restrict__ images, const long long* __restrict__
                             hidden.has(0, first_column + own_column + 8)};
     VALUE* maps = shared.maps[group];
     float sums[2][2 * WORDS];
-    // Last row of the convolution, which the next pooled row needs again. The row before the first is
-    // outside of the map. Zeros there do not change a maximum.
+    // Last row of the convolution, which the next pooled row needs again. The row before the first
+    // is outside of the map. Zeros there do not change a maximum.
     unsigned last[WORDS] = {};
     int row = 2 * group * POOLED_ROWS;
     if (first_row + row >= 0) {

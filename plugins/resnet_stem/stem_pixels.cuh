@@ -33,9 +33,9 @@ struct PixelTile {
         return pairs + row * PAIRS + column / 2;
     }
 
-    // Fill the tile. `first_row` and `first_column` are the position of its first pixel in the image.
-    // `plane` is the number of values of a channel, `width` that of its rows, padding included. A
-    // thread of a block of THREADS loads AT_ONCE pairs before it stores them.
+    // Fill the tile. `first_row` and `first_column` are the position of its first pixel in the
+    // image. `plane` is the number of values in a channel, `width` the number in a row, both with
+    // padding. Each of the block's THREADS threads loads AT_ONCE pairs before it stores them.
     template <int THREADS, int AT_ONCE>
     __device__ void load(const PIXEL* images, long long plane, int width, Map image, int first_row,
                          int first_column, const float* mean, const float* std, float fourth) {

@@ -15,7 +15,7 @@ def rgb_from_ycbcr_launch(images: int, height: int, width: int) -> Launch:
 
     Args:
         images: Number of rows of the table.
-        height: Height of the highest image in pixels.
+        height: Height of the tallest image in pixels.
         width: Width of the widest image in pixels.
     """
     grid = (

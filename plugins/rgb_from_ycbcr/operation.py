@@ -20,7 +20,7 @@ from .kernel import RGB_FROM_YCBCR, rgb_from_ycbcr_launch
 _CHANNELS = 3
 # Numbers per image in the argument `sizes`.
 _SIDES = 4
-# libjpeg-turbo repeats samples, instead of interpolating them, if a row has no more than these.
+# Maximum samples per row with which libjpeg-turbo repeats samples instead of interpolating them.
 _MOST_REPEATED_COLUMNS = 2
 # ITU-R BT.601 coefficients, rounded to 16 fractional bits.
 _RED_OF_CR, _GREEN_OF_CB, _GREEN_OF_CR, _BLUE_OF_CB = 91881, 22554, 46802, 116130
@@ -40,8 +40,8 @@ class _Image(NamedTuple):
     chroma_width: int
 
 
-# All planes are one tensor, and all images another: torch releases the GIL whenever a tensor is
-# freed, and the thread must then wait for the GIL.
+# One tensor holds all planes, and another one all images, because torch releases the GIL whenever a
+# tensor is freed, and the thread must then wait for the GIL.
 def rgb_from_ycbcr(planes: Tensor, sizes: Sequence[int]) -> Tensor:
     """Upsample chroma planes, and convert images to RGB.
 

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Names in kernels of the data types of tensors.
+# Names of C++ types in kernels, by dtype of the tensor.
 HALF_TYPES: Mapping[torch.dtype, Literal["float16", "bfloat16"]] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",

@@ -76,7 +76,7 @@ def compile_kernel(
     options = _options(kernel, architecture, code)
     if entry is not None:
         options += (f"-D{kernel.name}={entry}",)
-    # The name is a hash of all inputs of the compiler, so a cached file is never stale.
+    # The file name is a hash of all inputs of the compiler, so a cached file is never stale.
     path = cache_folder("kernels") / f"{_digest(kernel.source, options)}.{code}"
     try:
         return path.read_bytes()

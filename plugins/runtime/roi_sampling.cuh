@@ -26,8 +26,8 @@ struct Map {
     int height, width;
 };
 
-// RoI in feature cells of its level. If the level is -1, the RoI is NaN or too large, and its
-// pooled features are zero.
+// RoI in feature cells of its level. The level is -1, and the pooled features are zero, if the
+// RoI's area is NaN or negative, or if the RoI is too large.
 struct Region {
     int level;
     Real x, y, cell_width, cell_height;

@@ -1,4 +1,4 @@
-// Matrix products of 16-bit values on tensor cores, for the operands that a warp holds in registers.
+// Matrix products of 16-bit values on tensor cores. A warp holds the operands in registers.
 #pragma once
 #include "numeric.cuh"
 

@@ -1,16 +1,16 @@
-// Matrix products by a warpgroup, four warps, of 16-bit values in shared memory. Only GPUs of compute
-// capability 9.0 have these instructions.
+// Matrix products of 16-bit values in shared memory, computed by a warpgroup (four warps). Only
+// GPUs of compute capability 9.0 have these instructions.
 #pragma once
 #include "numeric.cuh"
 
 constexpr int WARPGROUP = 128;
 
-// Position of a matrix in shared memory. The matrix consists of blocks of 8 rows x 8 values. A block
-// is 128 neighbouring bytes, row by row. Distances are in bytes, and multiples of 16.
+// Position of a matrix in shared memory. The matrix consists of blocks of 8 rows x 8 values. A
+// block is 128 neighbouring bytes, row by row. Distances are in bytes, and multiples of 16.
 struct SharedMatrix {
     unsigned long long bits;
 
-    // `along_row` and `along_column` are the distances of neighbouring blocks. A row has two blocks.
+    // `along_row` and `along_column` are distances of neighbouring blocks. A row has two blocks.
     __device__ SharedMatrix(const void* values, unsigned along_row, unsigned along_column)
         : bits(static_cast<unsigned long long>(along_column >> 4) << 32 |
                static_cast<unsigned long long>(along_row >> 4) << 16 |
@@ -36,8 +36,8 @@ struct SharedMatrix {
 
 // Queue the product of 64x16 values `a` and the transpose of 64x16 values `b`. It is added to the
 // sums, or replaces them if `keep` is false. Of the 64x64 sums, the thread with index t in the
-// warpgroup holds those of rows 16 * (t / 32) + t % 32 / 4 + 8 * i and columns 8 * j + 2 * (t % 4) +
-// k in sums[4 * j + 2 * i + k].
+// warpgroup holds those of rows 16 * (t / 32) + t % 32 / 4 + 8 * i and columns
+// 8 * j + 2 * (t % 4) + k in sums[4 * j + 2 * i + k].
 __device__ inline void queue_product(float (&sums)[32], SharedMatrix a, SharedMatrix b, bool keep,
                                      float16) {
     WARPGROUP_MULTIPLY("f16");

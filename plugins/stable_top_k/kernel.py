@@ -36,10 +36,11 @@ class Part(NamedTuple):
 
 
 def prune_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
-    """Return the kernel for the first pass of a top-k selection in the parts of a row.
+    """Return the kernel that removes entries that are not among the k largest of a part.
 
-    A part is, for example, the scores of one pyramid level. It is cut into chunks of up to `CHUNK`
-    entries. The first pass keeps the k largest entries of each chunk. `prune_launch` sets k.
+    A part of a row is, for example, the scores of one pyramid level. It is cut into chunks of up to
+    `CHUNK` entries. The kernel keeps the k largest entries of each chunk; `prune_launch` sets k.
+    It is launched until every part fits into one chunk, which `sort_kernel` can process.
 
     Args:
         value_type: `float`, `float16` or `bfloat16`.
@@ -51,7 +52,7 @@ def prune_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
 def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launch:
     """Return the grid, block and scalar arguments of `prune_kernel` for L parts of each row.
 
-    The kernel keeps, of the candidates of a part, the k largest of each chunk of `CHUNK`.
+    Of each chunk of `CHUNK` candidates of a part, the kernel keeps the k largest.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
     [rows, L, C] int32. A part's candidates are ascending indices into the row of values. C is the

@@ -1,11 +1,12 @@
 // Top k of each part of each row, ties broken by the lower index. Contract:
 // stable_top_k/operation.py.
 //
-// A block reads a chunk of a part, THREADS * ITEMS entries, into registers as integer keys in the
-// order of the values. Bit by bit it finds the key of the k-th largest entry, and writes the k
-// largest entries in row order, which breaks ties. Bits that all keys share are skipped: 13 of 32 if
-// the values were computed in fp16. `prune_top_k` ends here; it is launched until the remaining
-// entries of a part fit into one block. `sort_top_k` also sorts the k entries.
+// A block reads a chunk of a part, THREADS * ITEMS entries, into registers. It converts the entries
+// to integer keys, which have the order of the values. Bit by bit it finds the key of the k-th
+// largest entry, and writes the k largest entries in row order, which breaks ties. Bits that all
+// keys share are skipped: 13 of 32 if the values were computed in fp16. `prune_top_k` does no more.
+// It is launched until the remaining entries of a part fit into one block. Then `sort_top_k` does
+// the same, and sorts the k entries.
 //
 // Compile-time constants: VALUE (type), ITEMS, LEVELS (number of parts), MAX_K (largest number of
 // sorted entries, a power of two), THREADS.
@@ -56,8 +57,8 @@ struct Row {
 };
 
 // Integer key of a value: SIGN plus or minus the bits of its magnitude. Zeros of either sign are
-// equal. All NaN are equal and the largest. No value has the key 0. Values with the same low bits of
-// zero, such as those of 16 bits, have keys with low bits of zero.
+// equal. All NaN are equal and the largest. No value has the key 0. If the low bits of values are
+// zero, as in values of 16 bits, the low bits of their keys are zero too.
 __device__ unsigned key_of(Value value) {
     const float wide = widen(value);
     const unsigned bits = __float_as_uint(wide), magnitude = bits & ~SIGN;
@@ -181,9 +182,9 @@ __device__ void place_largest(const Keys& keys, int wanted, const Store& store) 
     }
 }
 
-// Descending bitonic sort of `size` entries, a power of two of at most OWN * THREADS. Entries beyond
-// them change. A thread holds the entries `thread + i * THREADS` in registers. Only the steps
-// between WARP and THREADS exchange them through shared memory.
+// Descending bitonic sort of `size` entries, a power of two of at most OWN * THREADS. Entries
+// beyond them change. A thread holds the entries `thread + i * THREADS` in registers. Only the
+// steps between WARP and THREADS exchange them through shared memory.
 template <int OWN>
 __device__ void sort_block(Entry* entries, int size) {
     // With two copies of the entries, one is read while the other is written.

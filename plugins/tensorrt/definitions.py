@@ -90,7 +90,8 @@ def _implement_pooled(
 ) -> tuple[Kernel, Launch]:
     *features, rois = inputs
     if len(set(spatial_scales)) == 1:
-        # TensorRT 10.15 and older repeat the first value of an array from the parser: recompute it.
+        # TensorRT 10.15 and older set all values of an array from the parser to the first one.
+        # Recompute the scales.
         spatial_scales = [spatial_scales[0] / 2**level for level in range(len(features))]
     pooling = Pooling(
         spatial_scales=tuple(spatial_scales),
@@ -115,9 +116,9 @@ def _implement_pooled(
 def _combine_pooled(*inputs: Any) -> list[tuple[str, str]]:
     *features, _rois = inputs
     levels = len(features)
-    # Types of the maps, and formats of the maps and of the output. The output has both formats,
-    # because convolutions read channels-last and fully connected layers linear. HWC8 pads channels
-    # to a multiple of eight.
+    # Each choice: types of the maps, format of the maps, and format of the output. Channels-last
+    # maps allow both output formats, because convolutions read channels-last, and fully connected
+    # layers linear. HWC8 pads channels to a multiple of eight.
     choices = [("FP32|FP16|BF16", "LINEAR", "LINEAR")]
     choices += [("FP32", "HWC", pooled) for pooled in ("LINEAR", "HWC")]
     if features[0].shape[1] % 8 == 0:
