@@ -69,9 +69,9 @@ def evaluate(
     """Measure the average precision of a checkpoint or a bundle.
 
     `maskrcnn eval CHECKPOINT CONFIG [KEY=VALUE]...` evaluates on data.val of CONFIG. The arguments
-    are those of `maskrcnn train`. The command can also be started by `torchrun`. The model is the
-    checkpoint's, so the section `model` of CONFIG is ignored. KEY=VALUE can change keys of the
-    checkpoint's model that affect only inference, such as model.roi.score_threshold. The result
+    are those of `maskrcnn train`. The command can also be started by `torchrun`. The checkpoint
+    defines the model, and the section `model` of CONFIG is ignored. KEY=VALUE can change keys of
+    the checkpoint's model that affect only inference, such as model.roi.score_threshold. The result
     files are written to the folder `inference` in output_dir.
 
     CHECKPOINT can also be weights of another implementation, or a name that `maskrcnn weights list`
@@ -83,9 +83,9 @@ def evaluate(
     and --annotations. DATA can also be CONFIG [KEY=VALUE]..., of which only data.val,
     data.on_broken, data.exif_orientation and the section `evaluation` are used.
 
-    If a data set folder, --images, --annotations, --backend, --precision or -o is given, a
-    checkpoint or a name is also evaluated as a bundle. The bundle is exported once, into the cache
-    folder.
+    With a data set folder, --images, --annotations, --backend, --precision or -o, a checkpoint (or
+    a name) is first exported to a bundle in the cache folder, and this bundle is evaluated instead.
+    Later evaluations use the same bundle.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
     coco_results.pth, which torch.load reads. If a metric is below evaluation.expected, the exit

@@ -177,7 +177,7 @@ def _measure_steps(
         milliseconds[step.name] = 1000 * median(durations)
         if step.name == MODEL_STEP:
             enqueue = functools.partial(step.run, value)
-            # As long as the pipeline is measured, because GPUs become slower as they get warm.
+            # Measure for as long as `_measure_pipeline`, because a warm GPU lowers its clock.
             calls = max(len(durations), math.ceil(seconds / median(durations)))
             rate = measure_call_rate(enqueue, work.synchronize, calls)
             engine_rate = rate * len(requests)

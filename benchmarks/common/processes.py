@@ -37,7 +37,7 @@ class ProcessError(Exception):
 class ThreadUsage:
     """CPU use of all threads of one process that have the same name."""
 
-    # Number of the process: 0 for the measured process, then its descendants by ascending PID.
+    # Index of the process: 0 for the measured process, from 1 for its descendants by ascending PID.
     process: int
     # Name of the process in top and ps.
     process_name: str

@@ -117,7 +117,7 @@ def publish(record: Record, json_path: Path | None = None, folder: Path | None =
     """
     console = Console()
     if not console.is_terminal:
-        # Rich assumes 80 columns, to which it cuts the cells of wide tables.
+        # Without a terminal, Rich assumes 80 columns, and truncates the cells of wider tables.
         console.width = _FILE_WIDTH
     console.print(Text(record.title, style="bold"))
     for table in record.tables:

@@ -58,11 +58,11 @@ def infer(
 ) -> None:
     """Measure models in every precision at every batch size.
 
-    A model is a bundle, a checkpoint or weights of another implementation. --backend runs bundles,
-    and torch runs checkpoints and weights. A model can also be a name that `maskrcnn weights list`
-    prints. The published model of this name is exported once into the cache folder, and measured as
-    a bundle. --peer torchvision also measures torchvision's model, with the weights of each
-    checkpoint and each published model.
+    A model is a bundle, a checkpoint or weights of another implementation. --backend selects the
+    backend of bundles. Checkpoints and weights run as eager PyTorch models. A model can also be a
+    name that `maskrcnn weights list` prints. The published model of this name is exported once into
+    the cache folder, and measured as a bundle. --peer torchvision also measures torchvision's
+    model, with the weights of each checkpoint and each published model.
 
     All models get the same input. Its size is --shape, by default the first input size of the first
     model. If an engine fails, it is reported, and the others are still measured. The exit code is

@@ -12,8 +12,8 @@ from ...model.config.schema import ModelConfig
 from ..common.timing import measure_call_rate, measure_durations
 from .runners import BatchRun
 
-# Stages of the model. The trunk is backbone, FPN and RPN head. Proposals is the selection of
-# proposals. Selection is the selection and NMS of detections. The heads include their pooling.
+# Stages of the model. `trunk`: backbone, FPN and RPN head. `proposals`: selection of the proposals.
+# `selection`: selection and NMS of the detections. Each head includes the RoIAlign before it.
 STAGES = ("trunk", "proposals", "box head", "selection", "mask head")
 # Name for the time between kernels, in which the GPU does nothing.
 IDLE = "idle"
@@ -21,10 +21,10 @@ IDLE = "idle"
 # Number of profiled batches, and length of the list of the costliest kernels.
 _BATCHES = 10
 _COSTLIEST = 15
-# Kernel names by which the stages are recognized.
+# Parts of the names of the kernels by which the stages are recognized.
 _TOP_K = ("prune_top_k", "sort_top_k")
 _POOLING = ("pyramid_roi_align",)
-# Names of the kernel that begins each stage after the trunk.
+# For each stage after the trunk: parts of possible names of its first kernel.
 _FIRST_KERNELS = (_TOP_K, _POOLING, _TOP_K, _POOLING)
 
 # Rows and columns of the matrices whose product sets the roofline.

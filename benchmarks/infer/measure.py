@@ -49,7 +49,8 @@ class InferSettings:
     images: Sequence[bytes] = ()
     # Duration of each measurement, half for latency and half for throughput.
     seconds: float = 5.0
-    # Whether to profile bundles by stage in the first precision, if torch computes them on a GPU.
+    # Whether to measure GPU time by stage, in the first precision, for bundles that the torch
+    # backend runs on a GPU.
     with_stages: bool = False
     # Minimum number of batches that run before each measurement.
     warmup: int = 3
@@ -119,15 +120,15 @@ def measure_models(
     Raises:
         BundleError, CheckpointError: `settings` has no input size, and that of the first model
             cannot be read.
-        MeasurementError: an engine failed, or its model cannot be read, and `on_measurement` is
-            None.
+        MeasurementError: `on_measurement` is None, and an engine failed or its model cannot be
+            read.
     """
     bucket = settings.bucket or first_bucket(models[0])
     results: list[InferResult] = []
     for choice in engine_choices(models, settings):
         wanted = (str(choice.model), choice.name, choice.precision)
         if any((r.model, r.engine, r.precision) == wanted for r in results):
-            continue  # `auto` selected this baseline for its bundle, so it is measured already
+            continue  # the backend `auto` selected this baseline, so it is measured already
         for measurement in _measure_in_process(choice, bucket, settings):
             if on_measurement is not None:
                 on_measurement(measurement)

@@ -32,15 +32,16 @@ _TOP_K_LIMIT = (
 _MATCHING_LIMIT = "arithmetic: the IoU of a candidate with every box that overlaps its neighbours"
 
 _NMS_SIZES = (
-    # Images, sets per image, boxes per set, classes, IoU threshold, maximum of kept boxes, goal.
+    # Images, sets of boxes per image (FPN levels), boxes per set, classes, IoU threshold, maximum
+    # of kept boxes per set, goal.
     (8, 5, 1000, 1, 0.7, 1000, KernelGoal(milliseconds=0.4)),
     (8, 5, 2000, 1, 0.7, 2000, None),
     (8, 1, 2000, 80, 0.5, 100, None),
     (1, 1, 12000, 1, 0.7, 2000, None),
 )
 _TOP_K_SIZES = (
-    # Number of scores per image, and k. The first five are the levels of an FPN. The others are
-    # class scores, detections, proposals of all levels, and C4 proposals.
+    # Number of scores per image, and k. The first five rows are the anchors of the FPN levels. The
+    # others are class scores, detections, proposals of all levels, and anchors of a C4 model.
     *((cells * ANCHORS_PER_CELL, 1000) for cells in (67200, 16800, 4200, 1050, 273)),
     (80000, 2000),
     (2000, 100),

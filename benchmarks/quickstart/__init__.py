@@ -91,14 +91,14 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
     with step(console, steps, 1, output / "data"):
         draw_dataset(output / "data", synthetic, workers=os.cpu_count() or 1)
     with step(console, steps, 2, output / "train", has_progress=True):
-        # The training writes the file after 10, 30 and 100 % of its steps. The link is created
-        # before, so that it shows the file while the training runs.
+        # The training writes PROGRESS_FILE after 10, 30 and 100 % of its steps. Link to it now, so
+        # that the file can be opened by the link while the training runs.
         (output / PROGRESS_FILE).symlink_to(f"train/{PROGRESS_FILE}")
         checkpoint = run_training(config)
         draw_curves(output / "train")
     bundle = output / "bundle"
     with step(console, steps, 3, bundle):
-        # Without a GPU, omit fp16: it would not be used, and each precision takes seconds.
+        # Without a GPU, omit fp16: it would not be used, and its export takes seconds.
         precisions: list[Precision] = ["fp32", "fp16"] if torch.cuda.is_available() else ["fp32"]
         bundle_from_checkpoint(checkpoint, bundle, precisions=precisions, report=console.print)
     with step(console, steps, 4):
@@ -258,10 +258,10 @@ def _measure_server(bundle: Path, images: Path) -> "list[ServeResult]":
 def _metrics_from(
     checkpoint: Path, infer_results: "list[InferResult]", serve_results: "list[ServeResult]"
 ) -> dict[str, float]:
-    """Return one dict of a checkpoint's COCO metrics, and of speeds in two benchmarks.
+    """Return one dict with a checkpoint's COCO metrics and the results of two benchmarks.
 
-    The results of the inference benchmark have keys such as `infer/batch_1/images_per_second`, and
-    those of the serving benchmark have keys such as `serve/clients_1/p50_ms`.
+    The results of the inference benchmark have keys such as `infer/batch_1/images_per_second`. The
+    results of the serving benchmark have keys such as `serve/clients_1/p50_ms`.
     """
     from ...model.checkpoint import load_checkpoint
 

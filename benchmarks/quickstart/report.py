@@ -27,7 +27,8 @@ from ...training.config import TrainConfig
 from ...training.data.coco.dataset import CocoDataset, ImageRecord
 from ...training.data.coco.segmentation_masks import mask_from_segmentation
 
-# Durations measured on two CPU cores. Those of all other steps do not depend on the options.
+# Durations per image of data generation and of training, measured on two CPU cores. The durations
+# of the other steps do not depend on the options.
 _SECONDS_PER_DRAWN_IMAGE: Final = 0.007
 _SECONDS_PER_TRAINED_IMAGE: Final = 0.04
 
@@ -35,7 +36,7 @@ _SECONDS_PER_TRAINED_IMAGE: Final = 0.04
 _ROWS = 4
 # Factor by which images are enlarged, so that labels are readable.
 _ENLARGEMENT = 3
-# Minimum score of a drawn detection.
+# Only detections with a higher score are drawn.
 _MIN_SCORE = 0.5
 
 

@@ -127,7 +127,7 @@ _Detect = Callable[[bytes], Awaitable[_Outcome]]
 def send_load(load: ClientLoad) -> ClientLog:
     """Send one client process's share of a load, wait for all responses, and return the log.
 
-    The process opens one gRPC connection for all its clients or, under an `HttpLoop`, one HTTP
+    The process opens one gRPC connection for all its requests or, under an `HttpLoop`, one HTTP
     connection per client.
     """
     return asyncio.run(_send_load(load))

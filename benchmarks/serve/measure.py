@@ -37,7 +37,7 @@ _LOCALHOST = "127.0.0.1"
 _NOISE_SIZE = ShapeBucket(480, 640)
 NOISE = f"noise in a JPEG of {_NOISE_SIZE} pixels (height x width), a frequent size in COCO"
 
-# Time from the submission of the load to the first request, for the client processes to receive it.
+# Time between submitting a load to the client processes and sending its first request.
 _HEAD_START_S = 0.2
 # Maximum time for all client processes to start.
 _START_LIMIT_S = 120.0

@@ -36,7 +36,7 @@ STAGES = tuple(field.name for field in fields(RequestTimes))
 class Refusals:
     """Number and latency of the requests that failed with one gRPC or HTTP status."""
 
-    # Name of the gRPC status.
+    # Name of the gRPC status, or `HTTP` and the status code.
     status: str
     requests: int
     latency: Latency

@@ -118,9 +118,10 @@ def measure_training(
         One result per run. If a run has several processes, its result is that of rank 0.
 
     Raises:
-        ConfigError: the configuration does not match the data or the machine, or torchvision has
-            no model of this configuration.
+        ConfigError: the configuration does not match the data, the machine or `settings`,
+            torchvision has no model of this configuration, or GPU memory runs out.
         DataError: the data set is invalid.
+        ProcessError: a process of a run died.
     """
     from ...training.config import ConfigError
     from ...training.devices import number_of_processes
