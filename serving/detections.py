@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, NamedTuple, TypeVar
+from pickle import PickleBuffer
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from ..model.masks import Rle
 from .errors import InvalidRequestError
 
 Value = TypeVar("Value")
+
+# First version of the pickle protocol with out-of-band buffers.
+_PROTOCOL_OF_BUFFERS: Final = 5
 
 # Outer outlines of one mask, one per connected part: [P, 2] x, y in pixels of the image after its
 # EXIF rotation, P >= 3, clockwise, without repeating the first point. Holes count as filled. Parts
@@ -163,3 +167,19 @@ class TimedResponse(NamedTuple, Generic[Value]):
 
     value: Value
     timing: Timing
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[Any, ...]]:
+        """Pickle encoded responses as out-of-band buffers, so that pickle does not copy them.
+
+        Unpickled, `value` is then a bytearray.
+        """
+        return TimedResponse, (out_of_band(self.value, protocol), self.timing)
+
+
+def out_of_band(value: Any, protocol: int) -> Any:
+    """Wrap bytes for pickling as an out-of-band buffer. Return any other value unchanged.
+
+    Bytes are not wrapped either if the pickle protocol has no such buffers.
+    """
+    suits = protocol >= _PROTOCOL_OF_BUFFERS and isinstance(value, bytes)
+    return PickleBuffer(value) if suits else value

@@ -1,9 +1,8 @@
 """Interfaces of engines and of processing steps, with their input and output types."""
 
 from collections.abc import Callable, Sequence
-from pickle import PickleBuffer
 from threading import BoundedSemaphore
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +12,16 @@ from ...model.image_decoding import ImageHeader
 from ...model.image_limits import ImageError
 from ...model.resizing import Pixels
 from ..backends.base import HostOutputs
-from ..detections import DetectionOptions, Detections, ResponseEncoder, TimedResponse
+from ..detections import (
+    DetectionOptions,
+    Detections,
+    ResponseEncoder,
+    TimedResponse,
+    out_of_band,
+)
 
 # Outcome of processing one image: its detections, or the error if the image is invalid.
 Outcome = Detections | ImageError
-
-# First version of the pickle protocol with out-of-band buffers.
-_PROTOCOL_OF_BUFFERS: Final = 5
 
 # An encoded image, or pixels [H, W, 3] RGB.
 SourceImage = bytes | NDArray[np.uint8]
@@ -55,10 +57,7 @@ class PlannedImage(NamedTuple):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[Any, ...]]:
         """Pickle encoded images as out-of-band buffers, so that pickle does not copy the files."""
-        source: Any = self.source
-        if protocol >= _PROTOCOL_OF_BUFFERS and isinstance(source, bytes):
-            source = PickleBuffer(source)
-        return PlannedImage, (source, *self[1:])
+        return PlannedImage, (out_of_band(self.source, protocol), *self[1:])
 
 
 class ImageRequest(NamedTuple):

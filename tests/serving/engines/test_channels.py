@@ -10,6 +10,7 @@ import pytest
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.image_decoding import ImageHeader
+from maskrcnn_trt.serving.detections import TimedResponse, Timing
 from maskrcnn_trt.serving.engines.base import PlannedImage
 from maskrcnn_trt.serving.engines.worker_main import Channel
 
@@ -44,6 +45,19 @@ def test_arrays_are_transferred_unchanged(ends: Ends, array: np.ndarray) -> None
     np.testing.assert_array_equal(got[1][0], array, strict=True)
     np.testing.assert_array_equal(got[1][1], array + 1, strict=True)
     assert got[2] == {"bytes": b"\0" * 10**5}
+
+
+def test_encoded_responses_are_transferred_unchanged(ends: Ends) -> None:
+    timing = Timing(infer_us=7, batch_size=2)
+    values = [np.random.default_rng(0).bytes(10**5), b"", {"boxes": np.arange(8)}]
+    got = send_and_receive(ends, [TimedResponse(value, timing) for value in values])
+    ends[0].send(b"another message in the same memory" * 10**4)
+    assert [response.value for response in got[:2]] == values[:2]
+    np.testing.assert_array_equal(got[2].value["boxes"], np.arange(8))
+    assert {response.timing for response in got} == {timing}
+    for protocol in range(2, 6):
+        response = TimedResponse(values[0], timing)
+        assert pickle.loads(pickle.dumps(response, protocol)) == response
 
 
 @pytest.mark.parametrize("copy", [True, False])
