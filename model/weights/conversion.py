@@ -62,7 +62,10 @@ class InputConfig(FrozenConfig):
 
 
 class ConversionConfig(ModelConfig):
-    """Configuration of a converted model and of its image resizing. Overrides can set its keys."""
+    """Configuration of a converted model and of its image resizing.
+
+    Arguments of the form `key.path=value` (overrides) can set its keys.
+    """
 
     preprocessing: InputConfig = InputConfig()
     """Resizing of images."""

@@ -53,9 +53,9 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
 def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `MATCH_BEST`.
 
-    `MATCH_BEST` makes the candidates of highest IoU with each ground-truth box positive. An image
-    has G = `truths` ground-truth boxes and N = `candidates` candidates. If `shared`, all images
-    have the same candidates.
+    For each ground-truth box, `MATCH_BEST` marks the candidates with the highest IoU as positive.
+    An image has G = `truths` ground-truth boxes and N = `candidates` candidates. If `shared`, all
+    images have the same candidates.
 
     Inputs:
         - ground-truth boxes [batch, G, 4] float32

@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 # so this suffices for convex objects 8192 pixels wide, and for noisy masks of smaller images.
 # The buffers of 100 masks take 6.5 MB on the device, and 0.4 MB of pinned host memory.
 _RUN_CAPACITY: Final = 1 << 14
-_CHARACTERS: Final = 1 << 12
+_CHARACTERS_PER_MASK: Final = 1 << 12
 
 # Largest image in pixels that the device decodes. A batch of larger ones would need gigabytes of
 # GPU memory.
@@ -208,7 +208,7 @@ class DeviceSteps:
             wanted = {request.options.mask_format for request in requests}
             encoded: dict[MaskFormat, Sequence[Tensor]] = {}
             if MaskFormat.RLE in wanted:
-                capacity = _CHARACTERS * outputs.scores.numel()
+                capacity = _CHARACTERS_PER_MASK * outputs.scores.numel()
                 encoded[MaskFormat.RLE] = encode_masks(masks, self._run_capacity, capacity)
             if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)

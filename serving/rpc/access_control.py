@@ -236,11 +236,11 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     async def _admit(self, method: str, context: CallContext) -> None:
         """Count a call as open until it ends, and abort it if admission control rejects it.
 
-        Admission control applies only to `Detect` and `ModelInfer`. Its rejections abort the call
-        here. They raise no ServingError, because `run` would count the rejection a second time.
+        Admission control applies only to `Detect` and `ModelInfer`.
 
         Raises:
-            QueueFullError: the server or the client's connection has too many open calls.
+            QueueFullError: the server or the client's connection has too many open calls. A
+                rejection by admission control does not raise it.
         """
         peer = context.peer()
         if is_public(method):
@@ -253,7 +253,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             # Rejects the call before its message, which can be large, is received.
             try:
                 self._models.check_admission(method, peer)
-            except ServingError as error:  # `check_admission` has counted the rejection
+            except ServingError as error:
+                # Raised again, the error would be counted a second time, after `check_admission`.
                 await context.abort(*status_and_message(error))
 
     def _count_public_call(self, peer: str, context: CallContext) -> None:
