@@ -320,10 +320,10 @@ class _BatchQueue:
         return len(self._queue)
 
     def put(self, entry: BatchEntry) -> None:
-        """Append an image, or the error of an invalid one.
+        """Add an image, or the error of an invalid one, to the end of the queue.
 
-        Put the image into the incomplete batch of its input size. If the batch is then full, start
-        it.
+        An image also becomes part of the incomplete batch of its input size. If this batch is then
+        full, it is started.
         """
         if isinstance(entry, ImageError):
             self._queue.append(entry)

@@ -112,11 +112,11 @@ class Trainer:
     def _over_ranks(self) -> nn.Module:
         """Return the model, wrapped in DistributedDataParallel if necessary.
 
-        The model is not wrapped if there is one rank, because gradients are not exchanged. It is
-        not wrapped either if it is compiled and has no unfrozen batch norm, because then `step`
-        sums the gradients over the ranks.
+        With one rank, gradients are not exchanged, and the model is not wrapped. With several
+        ranks, it is wrapped if it is not compiled, or if it contains batch norm that is not frozen.
+        Otherwise, `step` itself sums the gradients over the ranks.
         """
-        # Ranks must exchange buffers only if there is batch norm, which alone changes buffers.
+        # Only batch norm changes buffers, which DistributedDataParallel must then copy from rank 0.
         buffers = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
         # A compiled backward pass returns all gradients at its end, so DistributedDataParallel
         # could not send any of them sooner. It would only copy each gradient into its buckets.

@@ -153,9 +153,10 @@ class BundleRunner:
             raise BundleError(f"{bundle} has no input size {bucket}; choose from {sizes}")
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return one `BatchRun` of images [B, 3, H, W] with input and output in host memory.
+        """Return one or two `BatchRun`s of images [B, 3, H, W].
 
-        If the backend supports data in device memory, a `BatchRun` for that comes first.
+        The last one has input and output in host memory. If the backend supports data in device
+        memory, a `BatchRun` with input and output there comes first.
         """
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)

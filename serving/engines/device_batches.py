@@ -271,7 +271,7 @@ def selected_rles(
     """
     chosen = np.concatenate([row + image * masks.boxes.shape[1] for image, row in enumerate(rows)])
     starts, lengths = encoded.spans[chosen].T
-    ends = starts + lengths
+    ends = starts + lengths.clip(min=0)
     counts = _slices(encoded.text, starts, ends)
     exceeding = np.flatnonzero((lengths < 0) | (ends > len(encoded.text)))
     if len(exceeding):

@@ -121,7 +121,10 @@ def _is_named(place: Path, split: str) -> bool:
 
 
 def _lists_other_images(place: Path, names: Sequence[str], others: Mapping[str, Path]) -> bool:
-    """Return whether a folder is named after another split that lists some of the same file names.
+    """Return whether an image folder probably belongs to another split.
+
+    It does if the folder is named after another split, and the annotation file of this split lists
+    some of the image file names `names`. Equal file names then stand for different images.
 
     Args:
         place: The folder.

@@ -104,8 +104,11 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
 def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:
     """Return whether the image's XML file marks an annotated object as difficult.
 
-    The object's box in the file is the box of the same class that has the highest IoU with the
-    annotation's box. Without such a box, or if its IoU is below `_MATCH_IOU`, return False.
+    Args:
+        annotation: Annotation of the object.
+        boxes: All boxes in the XML file. The object's box is the one of the same class with the
+            highest IoU with the annotation's box. If there is no such box, or its IoU is below
+            `_MATCH_IOU`, return False.
     """
     name = CATEGORIES[annotation["category_id"] - 1].name
     same_class = [box for box in boxes if box.name == name]
