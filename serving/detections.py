@@ -171,7 +171,7 @@ class TimedResponse(NamedTuple, Generic[Value]):
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[Any, ...]]:
         """Pickle encoded responses as out-of-band buffers, so that pickle does not copy them.
 
-        Unpickled, `value` is then a bytearray.
+        Unpickled from such buffers, `value` is a memoryview.
         """
         return TimedResponse, (out_of_band(self.value, protocol), self.timing)
 

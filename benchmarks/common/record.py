@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -116,7 +117,7 @@ def publish(record: Record, json_path: Path | None = None, folder: Path | None =
             `json_path`. None: write none of these three.
     """
     console = Console()
-    if not console.is_terminal:
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         # Without a terminal, Rich assumes 80 columns, and truncates the cells of wider tables.
         console.width = _FILE_WIDTH
     console.print(Text(record.title, style="bold"))

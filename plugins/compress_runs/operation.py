@@ -25,8 +25,8 @@ def compress_runs(counts: Tensor, num_runs: Tensor, capacity: int) -> tuple[Tens
     Returns:
         text [capacity] uint8, undefined after the last string; and [N, 2] int64, start and length
         of each mask's string in the text. Characters beyond the capacity are missing in the text,
-        but counted in the lengths. If a mask has more than C runs, it has no string, and its length
-        is -1.
+        but counted in the lengths. If a mask has more than C runs, it has no string: its length is
+        -1, and its start undefined.
 
     Raises:
         ValueError: on a GPU, an argument has another dtype or shape than documented.

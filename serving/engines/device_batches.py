@@ -26,7 +26,8 @@ LONGEST_PAUSE_S: Final = 5e-4
 # Alignment in bytes of arrays that share an allocation: that of the largest element, an int64.
 _ALIGNMENT: Final = 8
 
-# Maximum number of runs to encode at once if masks exceed their buffers: 64 MiB on the device.
+# Maximum number of runs to encode at once if masks exceed their buffers. On the device, they take
+# 64 MiB, and their text one to two bytes per run.
 _REPEATED_RUNS: Final = 1 << 24
 
 

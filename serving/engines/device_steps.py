@@ -51,12 +51,14 @@ from .postprocessing import detections_from_rows, kept_rows
 
 _log = logging.getLogger(__name__)
 
-# Buffer size of the mask encoder in RLE runs per mask, and in RLE characters per mask on average.
-# Masks that exceed the buffers are encoded again. Object outlines have two runs per image column,
-# so this suffices for convex objects 8192 pixels wide, and for noisy masks of smaller images.
-# The buffers of 100 masks take 6.5 MB on the device, and 0.4 MB of pinned host memory.
+# Buffer sizes of the mask encoder: RLE runs per mask, and RLE characters per mask on average. The
+# latter are the larger of two numbers. Masks that exceed the buffers are encoded again. A convex
+# object has two runs and less than two characters per image column, so one 8192 pixels wide fits.
+# The minimum is for noisy masks in small images. For 100 masks in an image 1000 pixels wide, the
+# buffers take 7 MB on the device, and 0.4 MB of pinned host memory.
 _RUN_CAPACITY: Final = 1 << 14
-_CHARACTERS_PER_MASK: Final = 1 << 12
+_CHARACTERS_PER_COLUMN: Final = 2
+_MIN_CHARACTERS: Final = 1 << 12
 
 # Largest image in pixels that the device decodes. A batch of larger ones would need gigabytes of
 # GPU memory.
@@ -208,7 +210,7 @@ class DeviceSteps:
             wanted = {request.options.mask_format for request in requests}
             encoded: dict[MaskFormat, Sequence[Tensor]] = {}
             if MaskFormat.RLE in wanted:
-                capacity = _CHARACTERS_PER_MASK * outputs.scores.numel()
+                capacity = _text_capacity(prepared.entries, outputs.scores.shape[1])
                 encoded[MaskFormat.RLE] = encode_masks(masks, self._run_capacity, capacity)
             if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
@@ -295,6 +297,12 @@ def _kept_rows(batch: PastedBatch, row: int, entry: BatchEntry) -> NDArray[np.in
         return np.zeros(0, np.intp)
     count, _, scores, _ = (array[row] for array in batch.detections)
     return kept_rows(scores[: int(count)], entry.options)
+
+
+def _text_capacity(entries: Sequence[BatchEntry], depth: int) -> int:
+    """Return the buffer size in RLE characters for `depth` masks of each image of a batch."""
+    widths = (e.image.source_size[1] for e in entries if isinstance(e, ImageRequest))
+    return depth * sum(max(_MIN_CHARACTERS, _CHARACTERS_PER_COLUMN * width) for width in widths)
 
 
 def _wants_rles(entry: BatchEntry) -> bool:

@@ -108,8 +108,8 @@ class Channel:
         """Wait for the next message and return it.
 
         Args:
-            copy: Whether to copy the arrays of the message. False: the arrays are views of the
-                shared memory, which the next message overwrites.
+            copy: Whether to copy the out-of-band buffers of the message, such as those of arrays.
+                False: they are views of the shared memory, which the next message overwrites.
 
         Raises:
             EOFError: the other end is closed.

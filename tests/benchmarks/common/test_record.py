@@ -98,7 +98,10 @@ def test_terminal_omits_columns_without_information(
     assert json.loads((tmp_path / "new" / "speed.json").read_text())["extra"]["rate"] == 3.0
 
 
-def test_tables_in_files_are_not_cut(capsys: pytest.CaptureFixture[str]):
+def test_tables_in_files_are_not_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("COLUMNS", raising=False)
     cells = [f"{index:014}" for index in range(15)]
     table = ResultTable(heading="Wide", columns=cells, rows=[cells])
     publish(record(tables=[table]))

@@ -47,14 +47,17 @@ def test_boxes_are_scaled_and_clipped(device: str) -> None:
 @pytest.mark.parametrize("capacity", [80_000, 300, 0])
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], [3, 1], []])
 def test_rles_equal_those_of_the_cpu_at_any_capacity(
-    device: str, run_capacity: int, capacity: int, rows: list[int]
+    device: str,
+    run_capacity: int,
+    capacity: int,
+    rows: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, masks = random_masks(device)
     on_device = encode_masks(masks, run_capacity, capacity)
     on_host = EncodedMasks(*(tensor.cpu().numpy() for tensor in on_device))
-    starts, lengths = on_host.spans.T
-    assert (lengths < 0).any() == (run_capacity < 4000)
-    assert (starts + lengths > capacity).any() or capacity == 80_000 or run_capacity < 4000
+    if (run_capacity, capacity) == (4000, 80_000):  # larger than necessary
+        monkeypatch.delattr(device_batches, "_encode_exactly")
     chosen = np.array(rows, np.intp)
     found = selected_rles(masks, on_host, [chosen, chosen[::-1]])
     for image, (height, width) in enumerate(SOURCE_SIZES):
@@ -73,9 +76,10 @@ def test_masks_are_encoded_again_in_parts(device: str, monkeypatch: pytest.Monke
     _, masks = random_masks(device)
     all_rows = [np.arange(5)] * 2
     encodings = []
-    for run_capacity, most in ((4000, 1 << 24), (0, 1000), (0, 1)):
+    # The masks have up to 2,509 runs: all at once, parts of 3, 3, 3 and 1 masks, and of one.
+    for run_capacity, most in ((4000, 1 << 24), (0, 1 << 24), (0, 8000), (0, 1)):
         monkeypatch.setattr(device_batches, "_REPEATED_RUNS", most)
         encoded = encode_masks(masks, run_capacity, 80_000)
         on_host = EncodedMasks(*(tensor.cpu().numpy() for tensor in encoded))
         encodings.append(selected_rles(masks, on_host, all_rows))
-    assert encodings[0] == encodings[1] == encodings[2]
+    assert all(own == encodings[0] for own in encodings)
