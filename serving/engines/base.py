@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from threading import BoundedSemaphore
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from ..detections import (
 
 # Outcome of processing one image: its detections, or the error if the image is invalid.
 Outcome = Detections | ImageError
+
+# Alignment in bytes of arrays that share memory: a cache line.
+_ALIGNMENT: Final = 64
 
 # An encoded image, or pixels [H, W, 3] RGB.
 SourceImage = bytes | NDArray[np.uint8]
@@ -148,6 +151,19 @@ class StepChain:
                     batch = run(batch)
         outcomes: list[Outcome] = batch
         return outcomes
+
+
+def aligned_layout(lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Return the offsets of arrays that share memory, and the total size, in bytes.
+
+    `lengths` are the sizes of the arrays in bytes.
+    """
+    starts, end = [], 0
+    for length in lengths:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        end = start + length
+    return starts, end
 
 
 # Input and output of an engine for one image.

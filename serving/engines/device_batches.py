@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,14 +17,11 @@ from ...plugins.compress_runs import compress_runs
 from ...plugins.paste_rle import paste_rle
 from ..backends.base import ModelOutputs
 from ..detections import MaskFormat, Timing
-from .base import BatchEntry, ImageRequest
+from .base import BatchEntry, ImageRequest, aligned_layout
 
 # First pause between polls of an event, and the default of the longest one, in seconds.
 FIRST_PAUSE_S: Final = 1e-4
 LONGEST_PAUSE_S: Final = 5e-4
-
-# Alignment in bytes of arrays that share an allocation: that of the largest element, an int64.
-_ALIGNMENT: Final = 8
 
 # Maximum number of runs to encode at once if masks exceed their buffers. On the device, they take
 # 64 MiB, and their text one to two bytes per run.
@@ -177,8 +174,7 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
     The arrays are valid once the stream has run the copies. They share one allocation.
     """
     # One allocation, because torch tracks each block of pinned memory with CUDA events.
-    sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
-    *starts, size = accumulate(sizes, initial=0)
+    starts, size = aligned_layout([tensor.nbytes for tensor in tensors])
     memory = torch.empty(size, dtype=torch.uint8, pin_memory=tensors[0].is_cuda)
     hosts = []
     for tensor, start in zip(tensors, starts, strict=True):

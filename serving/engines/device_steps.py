@@ -51,11 +51,11 @@ from .postprocessing import detections_from_rows, kept_rows
 
 _log = logging.getLogger(__name__)
 
-# Buffer sizes of the mask encoder: RLE runs per mask, and RLE characters per mask on average. The
-# latter are the larger of two numbers. Masks that exceed the buffers are encoded again. A convex
-# object has two runs and less than two characters per image column, so one 8192 pixels wide fits.
-# The minimum is for noisy masks in small images. For 100 masks in an image 1000 pixels wide, the
-# buffers take 7 MB on the device, and 0.4 MB of pinned host memory.
+# Buffer sizes of the mask encoder: RLE runs of each mask; and RLE characters per image column of
+# each mask on average, with a minimum per mask for noisy masks in small images. A convex object has
+# two runs and less than two characters per column, so one 8192 pixels wide fits. Masks that exceed
+# the buffers are encoded again. For 100 masks in an image 1000 pixels wide, the buffers take 7 MB
+# on the device, and 0.4 MB of pinned host memory.
 _RUN_CAPACITY: Final = 1 << 14
 _CHARACTERS_PER_COLUMN: Final = 2
 _MIN_CHARACTERS: Final = 1 << 12

@@ -29,6 +29,7 @@ from ...model.bundle.manifest import BundleError
 from ...model.image_limits import ImageError
 from ..errors import BackendError, ServingError
 from ..host import name_thread
+from .base import aligned_layout
 
 _log = logging.getLogger(__name__)
 
@@ -36,9 +37,6 @@ _log = logging.getLogger(__name__)
 # launches GPU kernels can wait while another thread encodes responses. With 0.2 ms, throughput was
 # lower on slow CPUs (benchmarks/results/serve-h200-202611.md).
 _SWITCH_S: Final = 1e-3
-
-# Alignment of the parts of a message in bytes: a cache line.
-_ALIGNMENT: Final = 64
 
 # Exceptions of connections to the server after the server has ended.
 _SERVER_GONE = (EOFError, ConnectionError)
@@ -133,7 +131,7 @@ class _SharedMemory:
         self._bytes = np.empty(0, np.uint8)
 
     def write(self, parts: Sequence[memoryview]) -> None:
-        starts, size = _layout([part.nbytes for part in parts])
+        starts, size = aligned_layout([part.nbytes for part in parts])
         if size > len(self._bytes):
             os.ftruncate(self.handle, 1 << (size - 1).bit_length())
             self._map()
@@ -143,7 +141,7 @@ class _SharedMemory:
 
     def read(self, lengths: Sequence[int]) -> list[memoryview]:
         """Return views of the parts of the latest message. `lengths` are their sizes in bytes."""
-        starts, size = _layout(lengths)
+        starts, size = aligned_layout(lengths)
         if size > len(self._bytes):
             self._map()
         return [
@@ -158,19 +156,6 @@ class _SharedMemory:
 
     def _map(self) -> None:
         self._bytes = np.frombuffer(mmap.mmap(self.handle, 0), np.uint8)
-
-
-def _layout(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return the aligned offset of each part of a message, and the message's total size, in bytes.
-
-    `lengths` are the sizes of the parts in bytes.
-    """
-    starts, end = [], 0
-    for length in lengths:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        starts.append(start)
-        end = start + length
-    return starts, end
 
 
 def run_worker(control_handle: int) -> None:

@@ -254,7 +254,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             try:
                 self._models.check_admission(method, peer)
             except ServingError as error:
-                # Raised again, the error would be counted a second time, after `check_admission`.
+                # `check_admission` has counted this rejection. If it were raised here, `run` would
+                # count it again.
                 await context.abort(*status_and_message(error))
 
     def _count_public_call(self, peer: str, context: CallContext) -> None:
