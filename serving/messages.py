@@ -48,6 +48,10 @@ _RESPONSE_TAG = _tag(pb.DetectStreamResponse.RESPONSE_FIELD_NUMBER)
 _DETECTION_TAG = _tag(pb.DetectResponse.DETECTIONS_FIELD_NUMBER)
 _RLE_TAG = _tag(pb.Detection.RLE_FIELD_NUMBER)
 _COUNTS_TAG = _tag(pb.Rle.COUNTS_FIELD_NUMBER)
+# Varints of one and two bytes. A cache would be slower, because most lengths of masks occur once.
+_SHORT_VARINTS = [bytes([value]) for value in range(1 << 7)] + [
+    bytes([value & 0x7F | 0x80, value >> 7]) for value in range(1 << 7, 1 << 14)
+]
 _CORNERS = ("x_min", "y_min", "x_max", "y_max")
 # Template of a detection's serialised fields `score` and `box`: tag and value of the score, tag and
 # length of the box, then tag and value of each corner coordinate.
@@ -161,19 +165,24 @@ def encode_detections(detections: Detections) -> bytes:
 
 def _detections_with_rles(detections: Detections) -> bytes:
     """Serialise detections with RLE masks as the field `DetectResponse.detections`."""
-    parts: list[bytes] = []
     names = map(
         _class_fields,
         detections.labels.tolist(),
         detections.class_names,
         detections.category_ids.tolist(),
     )
-    rows = zip(names, _scores_and_boxes(detections), detections.rles or (), strict=True)
     size = pb.Rle(height=detections.height, width=detections.width).SerializeToString()
-    for name, score_and_box, rle in rows:
-        counts = rle.counts
-        headers = _headers(len(name) + len(score_and_box), len(size), len(counts))
-        parts += (headers[0], name, score_and_box, headers[1], size, headers[2], counts)
+    size_and_tag = size + _COUNTS_TAG
+    parts: list[bytes] = []
+    rows = zip(names, _scores_and_boxes(detections), detections.rles or (), strict=True)
+    for name, score_and_box, (_, _, counts) in rows:
+        # The tag and the length of a field precede it. All tags here take one byte.
+        counts_length = _varint(len(counts))
+        rle_size = len(size_and_tag) + len(counts_length) + len(counts)
+        rle_length = _varint(rle_size)
+        detection_size = len(name) + len(score_and_box) + 1 + len(rle_length) + rle_size
+        parts += (_DETECTION_TAG, _varint(detection_size), name, score_and_box)
+        parts += (_RLE_TAG, rle_length, size_and_tag, counts_length, counts)
     return b"".join(parts)
 
 
@@ -196,21 +205,6 @@ def _class_fields(label: int, class_name: str, category_id: int) -> bytes:
     """Serialise the fields of a detection that depend on its class."""
     fields = pb.Detection(label=label, class_name=class_name, category_id=category_id)
     return fields.SerializeToString()
-
-
-@lru_cache(maxsize=1 << 14)
-def _headers(detection: int, rle: int, counts: int) -> tuple[bytes, bytes, bytes]:
-    """Return the protobuf tag and length of three fields: `detections`, `rle` and `rle.counts`.
-
-    Args:
-        detection: Size in bytes of the fields of one detection other than `rle`.
-        rle: Size in bytes of the fields of `rle` other than `counts`.
-        counts: Size of `counts` in bytes.
-    """
-    counts_header = _COUNTS_TAG + _varint(counts)
-    rle += len(counts_header) + counts
-    rle_header = _RLE_TAG + _varint(rle)
-    return _DETECTION_TAG + _varint(detection + len(rle_header) + rle), rle_header, counts_header
 
 
 def response_bytes(response: TimedResponse[bytes], request_id: str) -> bytes:
@@ -236,15 +230,11 @@ def stream_response_bytes(response: bytes, request_id: str) -> bytes:
     return b"".join((header, _RESPONSE_TAG, _varint(len(response)), response))
 
 
-@lru_cache(maxsize=1 << 14)
 def _varint(value: int) -> bytes:
     """Encode a non-negative integer as a protobuf varint."""
-    groups = bytearray()
-    while value > 0x7F:
-        groups.append(value & 0x7F | 0x80)
-        value >>= 7
-    groups.append(value)
-    return bytes(groups)
+    if value < len(_SHORT_VARINTS):
+        return _SHORT_VARINTS[value]
+    return bytes([value & 0x7F | 0x80]) + _varint(value >> 7)
 
 
 def detections_from_response(response: pb.DetectResponse, mask_format: MaskFormat) -> Detections:
