@@ -1,4 +1,4 @@
-"""Shapes of anchors, and distances of adjacent anchors, in a feature map or a feature pyramid."""
+"""Anchors of one cell of a feature map, and distances between the anchors of adjacent cells."""
 
 from collections.abc import Sequence
 
@@ -50,7 +50,7 @@ def grid_steps(
     input_size: tuple[int, int],
     grid_sizes: Sequence[tuple[int, int]],
 ) -> list[tuple[int, int]]:
-    """Return the vertical and horizontal distance of adjacent anchors for each feature map.
+    """Return the distances between the anchors of adjacent cells, for each feature map.
 
     Args:
         config: only its anchor convention (`torchvision`, `detectron2` or `legacy`) is read.
@@ -63,7 +63,7 @@ def grid_steps(
     """
     if config.convention != "torchvision":
         return [(stride, stride) for stride in strides]
-    # torchvision divides the input size by the grid size and rounds down. Unless the input size is
-    # a multiple of 64, the anchors of the coarsest level are slightly denser than the stride. Do
-    # the same, so that its weights give the same results.
+    # Divide the input size by the grid size and round down, as torchvision does, so that its
+    # weights give the same results. Unless the input size is a multiple of 64, the distances in the
+    # coarsest level are slightly smaller than the stride.
     return [(input_size[0] // rows, input_size[1] // columns) for rows, columns in grid_sizes]

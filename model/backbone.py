@@ -152,7 +152,7 @@ class Backbone(nn.Module):
         self.freeze(config.frozen_stages)
 
     def freeze(self, stages: int = len(_STAGES)) -> None:
-        """Freeze weights and statistics of the first `stages` stages. The stem is the first one."""
+        """Freeze weights and batch-norm statistics of the first `stages` stages. 1: the stem."""
         names = [name for stage in _STAGES[:stages] for name in stage if name in self.body]
         self._frozen = [self.body[name].requires_grad_(False) for name in names]
         self.train(self.training)

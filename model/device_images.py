@@ -2,8 +2,9 @@
 
 On a CPU, and on the JPEG decoder hardware of a GPU, decoded pixels equal Pillow's. If a GPU lacks
 this hardware, or the hardware does not support a JPEG (such as a progressive one), torchvision
-decodes the JPEG with nvJPEG. This decoder repeats subsampled chroma instead of interpolating it.
-The tests allow these absolute differences between its pixel values (0..255) and Pillow's:
+decodes the JPEG through nvJPEG's RGB output, which repeats subsampled chroma instead of
+interpolating it. The tests allow these absolute differences between torchvision's pixel values
+(0..255) and Pillow's:
 
     chroma resolution   mean    maximum
     full                1.5     16
@@ -32,7 +33,8 @@ from .image_limits import ImageError
 with warnings.catch_warnings(action="ignore"):
     torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
-# EXIF orientations that need a transposition, or mirrored rows or columns.
+# EXIF orientations whose images must be transposed, and those whose order of rows or of columns
+# must then be reversed.
 _TRANSPOSED = frozenset({5, 6, 7, 8})
 _MIRRORED_ROWS = frozenset({3, 4, 7, 8})
 _MIRRORED_COLUMNS = frozenset({2, 3, 6, 7})

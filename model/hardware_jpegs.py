@@ -24,8 +24,8 @@ _SUCCESS: Final = 0
 _BACKEND_HARDWARE: Final = 3
 _OUTPUT_YUV: Final = 1
 _MAX_COMPONENTS: Final = 4
-# Factors by which chroma rows and columns are divided, by `nvjpegChromaSubsampling_t`. None: the
-# image is grey. Hardware does not support other values.
+# Divisors of the numbers of rows and of columns in chroma planes, by the value of the enum
+# `nvjpegChromaSubsampling_t`. None: the image is grey. The hardware does not support other values.
 _CHROMA_FACTORS: Final = {0: (1, 1), 1: (1, 2), 2: (2, 2), 3: (2, 1), 6: None}
 
 
@@ -72,7 +72,7 @@ class _PlaneSizes(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Number of samples in all three planes."""
+        """Number of samples in all planes of the image."""
         return self.height * self.width + 2 * self.chroma_height * self.chroma_width
 
     def image_at(self, luma: int) -> _Image:
@@ -97,7 +97,7 @@ class _Slot:
     def __init__(self, state: c_void_p) -> None:
         self.state = state
         self.batch_size = 0
-        # Files of the batch. The GPU reads them until the event, so they must stay in memory.
+        # Files of the batch. The GPU reads them until `decoded` occurs, so keep them in memory.
         self.files: Sequence[Tensor] = ()
         self.decoded: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -244,7 +244,7 @@ def _images_in(pixels: Tensor, sizes: Iterable[_PlaneSizes]) -> Iterator[Tensor]
     """Yield views [3, h, w] of images that lie one after the other in a tensor [N]."""
     start = 0
     for height, width, *_ in sizes:
-        # A slice and its view would be two tensors per image. To free a tensor takes time.
+        # Slicing and then reshaping would create two tensors per image, and freeing takes time.
         yield pixels.as_strided((3, height, width), (height * width, width, 1), start)
         start += 3 * height * width
 

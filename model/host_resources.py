@@ -42,8 +42,8 @@ def memory_limit() -> int:
 def available_cores() -> float:
     """Return the number of CPU cores that this process may use.
 
-    The number is fractional if a cgroup limits the process to a part of a core's time. CPU limits
-    of cgroups version 1 are ignored.
+    A cgroup can limit CPU time to a fractional number of cores, such as 1.5. CPU limits of cgroups
+    version 1 are ignored.
     """
     limits: list[float] = [len(os.sched_getaffinity(0))]
     for cgroup in _own_cgroups("cpu"):
@@ -57,7 +57,7 @@ class _CgroupMemory(NamedTuple):
     """Memory limit of a cgroup and its memory in use, in bytes."""
 
     limit: int
-    # Without the page cache that the kernel frees first.
+    # Without the inactive page cache, which the kernel frees when memory is short.
     used: int
 
 
@@ -102,5 +102,5 @@ def _used_bytes(cgroup: Path, name: str) -> int:
         entries = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
     except OSError:  # some sandboxes have only the limit
         return 0
-    # Version 1 counts nested cgroups only in the entry with the prefix.
+    # In version 1, only the entry with the prefix `total_` includes nested cgroups.
     return used - int(entries.get("total_inactive_file", entries.get("inactive_file", 0)))

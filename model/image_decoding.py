@@ -32,11 +32,11 @@ from .upright_images import upright_rgb
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 
 _START_OF_JPEG = b"\xff\xd8\xff"
-# Peak memory of decoding and resizing in bytes per pixel. Pillow stores four bytes per pixel.
-# libwebp stores several such copies.
+# Memory in bytes per pixel: of an image in Pillow; at the peak of decoding and resizing; and at the
+# same peak for WebP, of which libwebp holds several copies.
 _PILLOW_BYTES, _BYTES_PER_PIXEL, _WEBP_BYTES_PER_PIXEL = 4, 8, 18
-# Bit depths of sensors. The values of a 16-bit image may have fewer bits. Such an image would turn
-# dark if its values were not scaled.
+# Bit depths of cameras' sensors. Values in a 16-bit file may use only the lowest 10 bits, for
+# example. If only the highest 8 of the 16 bits were kept, such an image would turn dark.
 _DEPTHS = (8, 10, 12, 14, 16)
 _PNG_METADATA = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type exif")
 
@@ -46,7 +46,7 @@ class ImageHeader(NamedTuple):
 
     # Height and width in pixels of the result of `decode_image`.
     size: tuple[int, int]
-    # EXIF orientation to apply, 1 to 8; 1 is as stored.
+    # EXIF orientation to apply, 1 to 8; 1 means no change.
     orientation: int
     # True: a complete JPEG, grey or YCbCr, which CPU and GPU decode to similar pixels.
     is_plain_jpeg: bool

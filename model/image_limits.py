@@ -18,10 +18,10 @@ MAX_FILE_BYTES = 1 << 30
 END_OF_JPEG = b"\xff\xd9"
 _START_OF_SCAN = b"\xff\xda"
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
-# Markers that end the data of a scan: neither restart markers nor reserved ones.
+# Markers that end the data of a scan: all markers but restart markers and reserved ones.
 _MARKER_AFTER_SCAN = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]", re.DOTALL)
-# Maximum scans of a JPEG, and maximum pixels of all scans: each scan is a pass over all pixels.
-# Progressive JPEGs have about ten scans.
+# Maximum number of scans of a JPEG, and maximum number of pixels in all scans together. Each scan
+# is a pass over all pixels. Progressive JPEGs have about ten scans.
 _MAX_SCANS, _MAX_SCANNED_PIXELS = 100, 16 * MAX_PIXELS
 # Markers of arithmetic coding, with which a block of 64 pixels can take less than one bit. The
 # limit `MAX_PIXELS_PER_BYTE` does not apply to such files.
@@ -152,7 +152,7 @@ def _end_of_segment(data: bytes, start: int) -> int:
     """Return the index after the last byte of a JPEG segment, whose marker is at index `start`."""
     position = start + 2
     *_, segment = MARKER.get(int.from_bytes(data[start:position]), (None,))
-    if segment is None:  # a marker alone; segments begin with their length
+    if segment is None:  # this marker stands alone; after others, the segment's length follows
         return position
     return position + max(2, int.from_bytes(data[position : position + 2]))
 

@@ -18,7 +18,7 @@ from .image_limits import ImageError
 # Rows that are interpolated at a time. Intermediate results of whole images would take more memory.
 _STRIP_ROWS = 32
 
-# Pixels [h, w, 3] RGB in 0..255: uint8, or float32 if the rule resizes floats.
+# Pixels [h, w, 3] RGB in 0..255: float32 after resizing by the rule `torchvision`, else uint8.
 Pixels = NDArray[np.uint8 | np.float32]
 
 

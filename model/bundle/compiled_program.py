@@ -135,7 +135,8 @@ def _compiled(
 
     If `any_batch` is set, the program accepts any batch size, otherwise only that of `images`.
     """
-    # The shape environment of a loaded program confuses expressions with symbols: use a new one.
+    # Use a new shape environment (torch's record of symbolic sizes): with that of a loaded program,
+    # torch confuses expressions of sizes with symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     first = DimDynamic.DYNAMIC if any_batch else DimDynamic.STATIC
     sides = StatelessSymbolicContext([first, *[DimDynamic.STATIC] * 3])  # type: ignore[var-annotated]

@@ -69,10 +69,7 @@ class Preprocessing(_Record):
     channel_order: Literal["RGB"] = "RGB"
 
     def fits(self, bucket: ShapeBucket) -> bool:
-        """Whether a bucket (input size) can hold resized images of at least one aspect ratio.
-
-        False: resized images of every aspect ratio are larger than the bucket.
-        """
+        """Whether there is an aspect ratio whose resized images fit into a bucket (input size)."""
         return min(bucket) >= self.min_size or max(bucket) >= self.max_size
 
 
@@ -94,9 +91,10 @@ class BatchProfile(_Record):
 
 
 class EngineBuild(_Record):
-    """Build environment of a TensorRT engine, and its requirements at run time."""
+    """Build environment of a TensorRT plan (serialised engine), and requirements to run it."""
 
-    # Version of the runtime that built the plan; loading the plan needs the same version.
+    # Version of TensorRT or TensorRT-RTX (runtime) that built the plan. Unless the plan is
+    # `version_compatible`, loading it needs the same version.
     runtime_version: str
     # Compute capabilities of GPUs that can run the plan, such as `9.0`.
     compute_capabilities: tuple[str, ...] = Field(min_length=1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
-from ...plugins import operations  # noqa: F401, registers the operations of programs
+from ...plugins import operations  # noqa: F401, registers the operations that programs call
 from .manifest import Artifact, BundleError, Precision
 
 # Additional GPU memory in bytes that a warm-up run may take while cuDNN tries algorithms.

@@ -51,7 +51,7 @@ def _allowed_values(details: ErrorDetails, model: type[BaseModel]) -> str:
     """Describe the allowed values of the configuration key that a validation error names."""
     known = _all_keys(model)
     prefixes = list(accumulate(map(str, details["loc"]), "{}.{}".format))
-    # The error may lie inside a value, such as an element of a list: name the key of the list.
+    # An error in an element of a list has the element's path. The list's key is a prefix of it.
     name = next((prefix for prefix in prefixes if prefix in known), None)
     if name is None:
         return f"it is a section with the keys {', '.join(_names_within(prefixes[-1], model))}"
@@ -64,9 +64,9 @@ def _all_keys(model: type[BaseModel]) -> dict[str, Key]:
 
 
 def _names_within(section: str, model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names of a section's keys and subsections, in order of definition.
+    """Return the names of the keys and subsections of a configuration section (group of keys).
 
-    The result is empty if `section` is not the name of a section.
+    They are in order of definition. If there is no section of this name, return an empty tuple.
     """
     names = (tuple(s.model.model_fields) for s in sections(model) if s.name == section)
     return next(names, ())

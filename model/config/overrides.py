@@ -10,7 +10,7 @@ from .strict_yaml import value_from_yaml
 
 
 class OverrideError(ValueError):
-    """A configuration override is malformed, or sets a key `a.b` although `a` is not a section."""
+    """An override is malformed, or sets a key `a.b` although `a` is a value, not a key group."""
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
 
     Raises:
         OverrideError: an override is not of the form `key.path=value`, its value is not valid YAML,
-            or it sets a key such as `a.b` although `a` is a value, not a section.
+            or it sets a key such as `a.b` although `a` is a value, not a section (group of keys).
     """
     result = dict(values)
     for override in overrides:
@@ -41,7 +41,8 @@ def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
     """Return a copy of a nested mapping in which the value at a dotted key is `value`.
 
     Raises:
-        OverrideError: the key is nested, such as `a.b`, but `a` is a value, not a section.
+        OverrideError: the key is nested, such as `a.b`, but `a` is a value, not a section (group of
+            keys).
     """
     first, _, rest = key.partition(".")
     if not rest:

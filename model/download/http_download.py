@@ -21,7 +21,7 @@ from .progress import ByteProgress, no_progress
 
 logger = logging.getLogger(__name__)
 
-# A failed attempt that received this many bytes or more does not count as a retry.
+# A failed attempt that received this many bytes or more resets the number of retries.
 _MIN_ATTEMPT_BYTES = 1 << 20
 # Longest pause before a retry, in seconds.
 _MAX_PAUSE = 60.0
@@ -33,7 +33,8 @@ _RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 class RetryPolicy:
     """Timeouts and retries of a download."""
 
-    # Maximum retries after consecutive failed attempts that received less than 1 MiB each.
+    # Maximum number of consecutive retries. A failed attempt that received 1 MiB or more resets the
+    # count.
     retries: int = 5
     # Seconds before the first retry. The pause doubles before each further retry.
     pause: float = 1.0
@@ -187,8 +188,8 @@ class _Download:
     def _advance(self, client: httpx.Client) -> bool:
         """Make one download attempt. Return whether the file is complete.
 
-        If the attempt fails after it has received `_MIN_ATTEMPT_BYTES` or more, return False, so
-        that the next attempt does not count as a retry. If it fails earlier, raise its error.
+        If the attempt fails after it has received `_MIN_ATTEMPT_BYTES` or more, return False. The
+        caller then resets the number of retries. If the attempt fails earlier, raise its error.
         """
         before, version = self.partial.size, self.partial.version
         if before and before == version.total:
@@ -243,11 +244,11 @@ class _Download:
             )
 
     def _restart(self, start: int, version: RemoteVersion, sent: RemoteVersion) -> None:
-        """Empty the partial file, because the server sends the file from its first byte.
+        """Empty the partial file. Call this if the server sends the file from its first byte.
 
         Args:
             start: Number of bytes in the partial file so far.
-            version: Version of the remote file when the partial file was begun.
+            version: Version of the remote file that the partial file was downloaded from.
             sent: Version of the remote file in the server's latest response.
 
         Raises:

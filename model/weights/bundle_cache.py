@@ -50,18 +50,20 @@ def bundle_from_reference(
     """
     if is_zoo_name(reference):
         model = zoo_model(str(reference))
-        # Files of a mirror can differ from the published ones, so the name contains their checksum.
+        # A mirror's file can differ from the published one, so the name of the bundle's folder
+        # contains the file's checksum.
         checksum = mirror_checksums().get(model.file_name, model.checksum)
         label = re.sub(r"\W+", "-", f"{model}-{checksum.digest[:8]}")
     elif is_url(reference) or Path(reference).is_file():
         path = weights_path(reference)
         label = f"{path.stem}-{sha256_of(path)[:12]}"
         config = path.with_name(CONFIG_NAME)
-        if config.is_file():  # its content changes the bundle
+        if config.is_file():  # its settings affect the exported model
             label += f"-{sha256_of(config)[:12]}"
     else:
         return Path(reference)
-    # The name includes the version, because another version may export other graphs.
+    # The folder's name includes this program's version, because another version may export other
+    # graphs.
     settings = ["+".join(precisions), *map(str, buckets), *engines, __version__]
     bundle = cache_folder("bundles") / "-".join([label, *settings])
     if not _is_bundle(bundle):

@@ -86,7 +86,9 @@ _RULES: Rules = (
 
 
 def _layout(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if "conv_rpn_w" in state:  # C4: the fifth stage, named as part of the body, is a head
+    # Only C4 models have this tensor. Their fifth ResNet stage is named as a part of the backbone,
+    # but is the head that boxes and masks share.
+    if "conv_rpn_w" in state:
         tensors = {
             name.replace("backbone.body.layer4", "roi_heads.shared_head"): tensor
             for name, tensor in tensors.items()
@@ -126,7 +128,8 @@ def legacy_conventions(structure: Settings, state: Mapping[str, Tensor]) -> Sett
     fpn = structure.get("backbone.features") == "fpn"
     c4 = structure.get("backbone.features") == "c4"
     return {
-        # Frozen batch norms of maskrcnn-benchmark, and those without statistics, add no epsilon.
+        # Frozen batch norms of maskrcnn-benchmark add no epsilon to the variance. Neither do those
+        # of which only scale and shift are stored.
         "backbone.norm_eps": 1e-5 if gn or has_statistics else 0.0,
         "backbone.stride_in_1x1": not gn,
         "pixel_mean": (122.7717, 115.9465, 102.9801),

@@ -15,7 +15,7 @@ from .detectron2 import IS_BGR
 from .files import WeightsError
 from .origins import Settings
 
-# Our key by detectron2's. Values have the same meaning.
+# Settings of this program by detectron2's keys. Values have the same meaning in both.
 _KEYS = {
     "INPUT.MIN_SIZE_TEST": "preprocessing.min_size",
     "INPUT.MAX_SIZE_TEST": "preprocessing.max_size",
@@ -69,7 +69,7 @@ class Detectron2Config:
 
 
 def read_config(path: Path) -> Detectron2Config | None:
-    """Read a configuration file of detectron2. Return None if another program wrote the file.
+    """Read a configuration file of detectron2. Return None if the file has no section `MODEL`.
 
     Raises:
         WeightsError: the file cannot be read, or this model cannot represent a setting.

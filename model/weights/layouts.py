@@ -49,7 +49,8 @@ def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def box_rows_for_every_class(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """If box deltas are class-agnostic, repeat their foreground rows for every class.
 
-    Class-agnostic deltas have 8 rows: 4 for the background, then 4 for all other classes.
+    In files of Caffe2's Detectron and of maskrcnn-benchmark, class-agnostic deltas have 8 rows: 4
+    for the background, then 4 for all other classes.
     """
     moved = dict(tensors)
     for kind in ("weight", "bias"):

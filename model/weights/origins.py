@@ -26,7 +26,8 @@ class WeightsOrigin:
     """Implementation whose weights files can be read, with the rules to convert them."""
 
     name: str
-    # Regular expression of a tensor name that is in every file of this origin and in no other.
+    # Regular expression of a tensor name. Every file of this origin has such a tensor. Files of
+    # other origins do not.
     signature: str
     rules: Rules
     # Regular expression of the names of tensors that do not affect detections.

@@ -169,7 +169,7 @@ def _check_names_and_shapes(reference: str | Path, checkpoint: Checkpoint) -> No
 
 
 def _check_finite(reference: str | Path, checkpoint: Checkpoint) -> None:
-    # A model with other weights detects nothing, or its operations fail.
+    # With NaN or infinite weights, a model detects nothing, or its operations fail.
     for name, tensor in checkpoint.weights.items():
         if not torch.isfinite(tensor).all():
             raise WeightsError(

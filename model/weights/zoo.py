@@ -73,7 +73,8 @@ _DETECTRON2: Final = {
     },
 }
 
-# Cityscapes' classes with instances, by its ids, in detectron2's order.
+# Names of the Cityscapes classes that have instance masks, by Cityscapes' id, in the order of
+# detectron2's labels.
 _CITYSCAPES: Final = {
     24: "person",
     25: "rider",
@@ -84,15 +85,17 @@ _CITYSCAPES: Final = {
     32: "motorcycle",
     33: "bicycle",
 }
-# Settings of detectron2's configuration files that the weights files may lack, by a pattern of the
-# model's name or its folder. Pixel statistics are in RGB order.
+# Settings of detectron2's configuration files that the weights files may lack. Keys are regular
+# expressions that match the start of a model's name or folder. Pixel statistics are in RGB order.
 _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "scratch_.*_9x_": {"pixel_std": (58.395, 57.12, 57.375), "backbone.stride_in_1x1": False},
     ".*_noaug_": {"roi.aligned": False, "roi.sampling_ratio": 2},
-    # With 1,230 classes and a low threshold, an image can have more candidates than the default.
+    # With 1,230 classes and a low threshold, an image can have more candidates for NMS than the
+    # default limit.
     "LVIS": {"roi.score_threshold": 0.0001, "roi.max_detections": 300, "roi.nms_candidates": 8192},
 }
-# Reasons why models of the zoos are not supported, by a pattern of their names.
+# Reasons why models of the zoos are not supported, by a regular expression that matches the start
+# of their names.
 _UNSUPPORTED: Final = {
     r"(faster|fast)_?rcnn|retinanet|rpn_|fcos|ssd": "it detects boxes without masks",
     r".*keypoint_?rcnn": "it detects keypoints without masks",
@@ -117,7 +120,7 @@ class ZooModel:
     name: str
     # Absolute path of the weights file on its host.
     path: str
-    # Its digits are part of the file name.
+    # Checksum of the file: the first digits of its hash, which are a part of its name.
     checksum: Checksum
     dataset: Literal["COCO", "Cityscapes", "LVIS v0.5"] = "COCO"
     # Test size: shorter side of resized images, and maximum of the longer side, in pixels.

@@ -18,7 +18,8 @@ constexpr int WARP = 32, WARPS = THREADS / WARP, CHUNK = 32;
 constexpr int TILE = 16, OWN_PIXELS = 2;
 constexpr int INPUTS = CHANNELS + SHORTCUT;
 static_assert(CHANNELS % CHUNK == 0 && SHORTCUT % CHUNK == 0, "inputs are read in chunks");
-// Channels of the second input, and packets of a tile: first those of the products' inputs.
+// Channels of the second input, which is the shortcut's input or the map to add. Packets of a tile:
+// those of the first input, then those of the second.
 constexpr int SECOND = SHORTCUT > 0 ? SHORTCUT : OUTPUTS;
 constexpr int PACKETS = (CHANNELS + SECOND) / CHUNK;
 static_assert(OUTPUTS % CHUNK == 0 && REDUCED % CHUNK == 0, "outputs are written in chunks");
@@ -26,14 +27,16 @@ static_assert(OUTPUTS % CHUNK == 0 && REDUCED % CHUNK == 0, "outputs are written
 // 8 neighbouring channels of a pixel, two to a word.
 using Words = Vector<unsigned, 4>;
 
-// Position of a weight's operands: chunk of its outputs, chunk of its inputs, half of the input
-// chunk, and pair of output matrices.
+// Return the index of the warp's first operand in a weight that `arrange` stored. COLUMNS is the
+// weight's number of input channels. The arguments select a chunk of output channels, a chunk of
+// input channels, half of that chunk, and a pair of matrices of 8 output channels.
 template <int COLUMNS>
 __device__ int place_of(int output_chunk, int input_chunk, int half, int pair) {
     return (((output_chunk * (COLUMNS / CHUNK) + input_chunk) * 2 + half) * 2 + pair) * WARP;
 }
 
-// Copy a weight [ROWS, OWN] to columns `first` and following of an operand with COLUMNS columns.
+// Copy a weight [ROWS, OWN] to shared memory, in the order in which `multiply` reads it. There, it
+// is a part of a weight [ROWS, COLUMNS], from column `first` on.
 template <int ROWS, int OWN, int COLUMNS>
 __device__ void arrange(const VALUE* __restrict__ weight, int first, uint4* operands) {
     for (int index = threadIdx.x; index < ROWS * OWN / 4; index += THREADS) {
@@ -64,7 +67,7 @@ __device__ float channel(const Words& words, int i) {
 // second.
 using Sums = float[4][4];
 
-// Add the product of a chunk of the pixels' channels and one of a weight's output chunks.
+// Add the product of one chunk of the pixels' channels and the weight of one chunk of outputs.
 template <int COLUMNS>
 __device__ void multiply(Sums& sums, const Words (&pixels)[OWN_PIXELS],
                          const uint4* weight, int output_chunk, int input_chunk) {
@@ -92,7 +95,7 @@ __device__ void add_bias(Sums& sums, const VALUE* bias) {
     }
 }
 
-// ReLU of the thread's 8 channels of a pixel.
+// Return the ReLU of the sums plus `added`, for the thread's 8 channels of its pixel `p` (0 or 1).
 __device__ Words relu_of(const Sums& sums, int p, const Words& added) {
     Words words;
 #pragma unroll
@@ -104,7 +107,7 @@ __device__ Words relu_of(const Sums& sums, int p, const Words& added) {
     return words;
 }
 
-// The thread's part of the packets of one tile.
+// Copies of the thread's part of one tile's packets from global to shared memory.
 struct Packets {
     const VALUE *images, *shortcut;
     int pixels;

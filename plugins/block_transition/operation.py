@@ -26,8 +26,8 @@ from .kernel import (
     fits_shared_memory,
 )
 
-# Lowest compute capability on which the kernel was measured. On other GPUs, and if a GPU has too
-# little shared memory, `expand_reduce` is used.
+# Lowest compute capability on which the kernel was measured. On GPUs of lower capability, or with
+# too little shared memory, `expand_reduce` is used.
 _CAPABILITY = (9, 0)
 
 

@@ -64,7 +64,8 @@ def decode_boxes_launch(
     Outputs are boxes [batch, chosen, 4] float32 and, if the kernel has a `min_side`, `large`
     [batch, chosen] uint8: 1 for non-empty boxes whose sides are at least `min_side`, else 0.
     """
-    grid = ((chosen + _THREADS - 1) // _THREADS, batch, 1)  # TensorRT's sizes have no negation
+    # Do not round up by `-(-chosen // _THREADS)`: TensorRT's symbolic sizes have no negation.
+    grid = ((chosen + _THREADS - 1) // _THREADS, batch, 1)
     scalars = (references, 0 if shared else references, classes, chosen)
     return Launch(grid, (_THREADS, 1, 1), scalars)
 

@@ -22,10 +22,11 @@ _MAX_WORKSPACE_BYTES = 1
 
 # Maximum workspace of an algorithm in bytes.
 _WORKSPACE = 4 << 20
-# Maximum number of algorithms of a product.
+# Maximum number of algorithms that cuBLASLt proposes for a product.
 _CANDIDATES = 6
 
-# Calls share an operation's descriptor, which holds the address of the current call's bias.
+# Held while a product is queued, because all calls of a `Product` share one descriptor, which holds
+# the address of the current call's bias.
 _lock = threading.Lock()
 
 
@@ -153,7 +154,8 @@ class Product:
                 *(self._handle, self._operation, ctypes.byref(ctypes.c_float(1.0))),
                 *(weight_, self._weight, rows_, self._rows),
                 *(ctypes.byref(self._residual_factor), added_, self._output),
-                *(output_, self._output, ctypes.byref(algorithm)),  # the struct begins with it
+                # cuBLASLt expects a `cublasLtMatmulAlgo_t`, the first field of `Algorithm`.
+                *(output_, self._output, ctypes.byref(algorithm)),
                 *(scratch_, ctypes.c_size_t(algorithm.workspace), stream),
             )
 

@@ -18,7 +18,8 @@ from .libraries import Library, UnsupportedError
 _DATA_TYPES = {torch.float16: 2, torch.bfloat16: 9}
 _FLOAT, _NHWC, _CROSS_CORRELATION, _TENSOR_OP_MATH = 0, 1, 1, 1
 _RELU, _IDENTITY = 1, 5
-# The only algorithm that cuDNN supports without an activation. cuDNN chooses the kernel.
+# The only algorithm that cuDNN supports without an activation. cuDNN selects one of the kernels
+# that implement it.
 _PRECOMPUTED_GEMM = 1
 
 # A handle must not be used by two threads at once.
@@ -115,7 +116,8 @@ _convolution = functools.lru_cache(maxsize=1024)(_Convolution)
 @functools.cache
 def _library() -> Library:
     version: int = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
-    # The version is 91900 for 9.19.0. cuDNN 8 is not supported: its versions have another form.
+    # The version is 91900 for 9.19.0. cuDNN 8, whose version numbers have another form, is not
+    # supported.
     return Library(f"libcudnn.so.{version // 10000}")
 
 

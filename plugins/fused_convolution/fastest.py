@@ -21,7 +21,7 @@ from .libraries import UnsupportedError
 
 # Runs of an implementation that are timed together.
 _RUNS = 5
-# An earlier implementation is preferred to one that is faster by less than this factor.
+# An implementation is preferred to a later one in the list that is faster by less than this factor.
 _TOLERANCE = 1.03
 
 # Only one thread measures at a time.

@@ -24,7 +24,8 @@ from .kernel import (
 )
 
 _CHANNELS = 3
-# Older versions of Pillow always resize along the rows first. The order affects rounding.
+# Whether Pillow chooses along which axis it resizes first, which affects rounding. Versions before
+# 13 always resize horizontally first.
 _PILLOW_CHOOSES_ORDER = int(PIL.__version__.partition(".")[0]) >= 13
 
 

@@ -7,7 +7,8 @@ from ..runtime.compilation import Kernel, Launch
 PixelType = Literal["unsigned char", "float"]
 ValueType = Literal["float16", "bfloat16"]
 
-# Threads of a block, and pooled rows and columns that it computes.
+# Threads of a block. Pooled rows and columns that a block computes: on any GPU, and in the kernel
+# for compute capability 9.0.
 _THREADS = 256
 _TILE, _TILE_SM90 = (7, 15), (10, 31)
 # Shared memory of a block of the kernel for capability 9.0, in bytes: 47x134 pixels, weights, and

@@ -127,8 +127,8 @@ resnet_stem(const PIXEL* __restrict__ images, const long long* __restrict__ imag
                 const VALUE* source = maps + (row * COLUMNS + column) * DISTANCE + own_channel;
                 const auto words = *reinterpret_cast<const Vector<unsigned, 4>*>(source);
                 for (int i = 0; i < 4; ++i) {
-                    // Signed bits of numbers that are not negative have the order of the numbers.
-                    // NaN has the largest, a negative zero the smallest.
+                    // Compared as signed integers, the bits of numbers that are not negative have
+                    // the order of the numbers. NaN is the largest, a negative zero the smallest.
                     largest.values[i] = __vmaxs2(largest.values[i], words.values[i]);
                 }
             }

@@ -63,8 +63,8 @@ __device__ void queue_row(float (&sums)[2 * WORDS], const Shared& shared, int ro
     }
 }
 
-// Return maxima of 16-bit numbers. Signed bits of numbers that are not negative have the order of
-// the numbers. NaN has the largest, a negative zero the smallest.
+// Return maxima of 16-bit numbers. Compared as signed integers, the bits of numbers that are not
+// negative have the order of the numbers. NaN is the largest, a negative zero the smallest.
 __device__ unsigned largest_of(unsigned a, unsigned b, unsigned c) {
     return __vimax3_s16x2(a, b, c);
 }

@@ -51,6 +51,7 @@ class Launch(NamedTuple):
     """
 
     # All values may be TensorRT's symbolic integers, so compute them only with `+ - * //`.
+
     # Number of blocks along x, y and z.
     grid: tuple[int, int, int]
     # Number of threads per block along x, y and z.

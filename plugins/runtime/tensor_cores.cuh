@@ -44,7 +44,8 @@ __device__ inline unsigned narrow_pair(float low, float high, bfloat16) {
     NARROW_PAIR("", "bf16x2")
 }
 
-// The same after a ReLU. NaN stays NaN, and a negative zero may stay negative.
+// Apply a ReLU to two values, and return them as 16-bit numbers, the first in the low half. NaN
+// stays NaN, and a negative zero may stay negative.
 __device__ inline unsigned relu_pair(float low, float high, float16) {
     NARROW_PAIR(".relu", "f16x2")
 }

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..runtime.compilation import Kernel, Launch
 
-# Maximum number of parts of a row.
+# Maximum number of parts of a row. A part is, for example, the scores of one pyramid level.
 MAX_PARTS = 5
 # Largest k of the kernels: one block sorts k entries. For a larger k, sorting whole rows is faster.
 MAX_K = 4096

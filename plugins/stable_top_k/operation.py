@@ -1,8 +1,10 @@
-"""`maskrcnn::stable_top_k` and `top_k_of_parts`: top k with ties broken by the lower index.
+"""`maskrcnn::stable_top_k` and `top_k_of_parts`: k largest entries of rows or of parts of rows.
 
-Contract of all implementations: equal entries are ordered by index. Zeros of either sign are equal.
-NaN is larger than all numbers, and all NaN are equal. Both operations are exported to ONNX with the
-standard operator TopK.
+A part of a row is, for example, the scores of one pyramid level.
+
+Contract of all implementations: of equal entries, that of the lower index comes first. Zeros of
+either sign are equal. NaN is larger than all numbers, and all NaN are equal. Both operations are
+exported to ONNX with the standard operator TopK.
 """
 
 # Ties are common, because of padding and saturated scores. A defined order makes detections equal

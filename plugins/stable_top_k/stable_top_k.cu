@@ -150,7 +150,8 @@ __device__ unsigned key_of_last(const Keys& keys, int wanted) {
     return last;
 }
 
-// Call store(slot, key, place) for the wanted entries of the block, in row order.
+// Call store(slot, key, place) for the `wanted` largest entries of the block's chunk. `slot` counts
+// them in row order, and `place` is the index of the entry in the chunk.
 template <typename Store>
 __device__ void place_largest(const Keys& keys, int wanted, const Store& store) {
     // Number of entries above the last key in the high half, and equal to it in the low half.
@@ -264,7 +265,8 @@ sort_top_k(const Value* __restrict__ values, const int* __restrict__ candidates,
     indices += static_cast<long long>(blockIdx.x) * k;
     Keys keys;
     load_keys(row, 0, row.part.count, keys);
-    // The inverted place makes entries distinct, and the first of equal entries the largest.
+    // The inverted index in the chunk makes entries distinct. Of entries with equal keys, the first
+    // is the largest.
     place_largest(keys, wanted, [&](int slot, unsigned key, int place) {
         entries[slot] = static_cast<Entry>(key) << KEY_BITS | ~static_cast<unsigned>(place);
     });

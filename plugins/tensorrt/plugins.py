@@ -1,8 +1,9 @@
 """Registration of CUDA kernels as TensorRT plugins. `definitions.py` defines the plugins.
 
-The plugins are "quickly deployable plugins" with an ahead-of-time implementation. A plan contains
-the PTX of each kernel, and its launch parameters as expressions of the input sizes, so that the
-plan runs without this package. TensorRT is imported when the plugins are registered.
+The plugins are TensorRT's "quickly deployable plugins" with an ahead-of-time implementation. A plan
+(serialised engine) contains the PTX of each kernel, and its launch parameters as expressions of the
+input sizes, so that the plan runs without this package. TensorRT is imported when the plugins are
+registered.
 """
 
 import hashlib
