@@ -5,12 +5,12 @@ import os
 
 __version__ = "0.1.0"
 
-# Without this, ONNX Runtime looks up its telemetry server and stores a device id in the user's
-# cache folder. It reads the variable once, when it is imported, so it is set before anything else.
+# Without this variable, ONNX Runtime looks up its telemetry server and stores a device id in the
+# user's cache folder. ONNX Runtime reads it once, on import, so set it before other imports.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-# Modules of the public names. They are imported on first use: `train` needs torch, which takes
-# seconds. `__init__.pyi` has their types.
+# `module:attribute` by public name. A module is imported when its name is first used, because
+# `train` needs torch, whose import takes seconds. `__init__.pyi` has the types.
 _MODULES = {
     "load_config": "training.config:load_config",
     "train": "training.run:run_training",

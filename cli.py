@@ -18,7 +18,7 @@ from .model.config.lazy_group import LazyGroup
 class _LazyCommand(NamedTuple):
     # `module:attribute` of the click command, relative to this package.
     target: str
-    # One line for `maskrcnn --help`.
+    # One-line description in `maskrcnn --help`.
     summary: str
 
 

@@ -28,7 +28,7 @@ class _TrainCommand(ConfiguredCommand):
         """Return the context of `train finetune` if `args[0]` is `finetune`, else of `train`.
 
         Raises:
-            click.UsageError: `args[0]` is a misspelling of `finetune`, and no such file exists.
+            click.UsageError: `args[0]` is a misspelling of `finetune`, and no file has this name.
         """
         first = next(iter(args), "")
         if first == "finetune":
@@ -76,8 +76,10 @@ def train(
     CONFIG is a YAML file or the name of a preset. KEY=VALUE overrides a key of CONFIG, as in
     `solver.base_lr=0.01`, and `device=0,1` trains on two GPUs.
 
-    With --resume, the model, seed, solver.optimizer, solver.images_per_batch, and the training
-    images and their sizes must be those of the interrupted run. All other keys may change.
+    With --resume, the training images and annotations, the sections model and data, and the keys
+    seed, solver.optimizer and solver.images_per_batch must be those of the interrupted run.
+    Exceptions in data are val, workers, on_broken, flip_probability, transforms and the paths in
+    train. All other keys may change.
     """
     from .config import load_config
 

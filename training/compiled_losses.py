@@ -51,8 +51,9 @@ class CompiledLosses:
         # Replace only that default.
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))
-        # Do not split the program where DistributedDataParallel's buckets end: the parts would
-        # compile slower, and not be in the cache of a run with one GPU.
+        # By default, torch splits the program into one part per gradient bucket of
+        # DistributedDataParallel. The parts would compile more slowly, and could not be read from
+        # the compilation cache of a run with one GPU.
         torch._dynamo.config.optimize_ddp = False
         options: dict[str, Any] | None = None
         if graphs:

@@ -259,9 +259,9 @@ def validated_config(
             of `source` before the overrides are applied.
 
     Raises:
-        ConfigError: `source` or a base is missing or is not a YAML mapping, a key or value is
-            invalid, or `check_length` raises it. For an invalid key or value, the message names the
-            key and the allowed values.
+        ConfigError: `source`, or a file that a key `base` names, is missing or is not a YAML
+            mapping. A key or value is invalid; the message names the key and the allowed values. An
+            override sets `solver.max_iterations` although `solver.epochs` is set.
     """
     try:
         config = TrainConfig.model_validate(read_values(source, overrides, sections))

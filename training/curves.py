@@ -20,7 +20,7 @@ _PLOTS: Mapping[str, Sequence[str]] = {
 def draw_curves(folder: Path) -> Path:
     """Plot the values in `folder/metrics.jsonl` over the iterations. Return the PNG file's path."""
     lines = (folder / METRICS_FILE).read_text().splitlines()
-    # Lines are damaged if the disk was full.
+    # Skip damaged lines, which a run writes if the disk is full.
     entries = [values for line in lines if (values := metrics_from_line(line))]
     figure = Figure(figsize=(5 * len(_PLOTS), 4), layout="constrained")
     for axes, (title, names) in zip(figure.subplots(1, len(_PLOTS)), _PLOTS.items(), strict=True):

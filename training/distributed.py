@@ -13,7 +13,8 @@ from torch import Tensor, distributed
 from .config import ConfigError
 from .devices import Device
 
-# Timeout of collective operations: long, because ranks wait in one while rank 0 computes metrics.
+# Timeout of collective operations. It is long, because the other ranks wait in such an operation
+# while rank 0 computes metrics.
 _TIMEOUT = timedelta(minutes=30)
 
 
@@ -71,8 +72,8 @@ class Worker(NamedTuple):
 def local_device(device: Device) -> torch.device:
     """Return the device of this process: the CPU, or one GPU.
 
-    If `device` lists GPU indices, `LOCAL_RANK` is the position in this list. Otherwise,
-    `LOCAL_RANK` is the index of the GPU.
+    The environment variable `LOCAL_RANK` selects the GPU. If `device` lists GPU indices, it is a
+    position in this list. Otherwise, it is the index of the GPU.
 
     Raises:
         ConfigError: `device` requires a GPU that does not exist, or there are more processes on

@@ -83,9 +83,9 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
         result = processes.wait(period=0.2)
     if result is None or not result.is_failed():
         return 0
-    # Find the failure that came first. SIGTERM comes later: torch's launcher sends it to the other
-    # ranks. If a signal killed a rank, positive exit codes come later too: they are of ranks that
-    # lost the connection to it.
+    # Find the rank that failed first. torch's launcher then ends the other ranks with SIGTERM. If a
+    # signal killed the first rank, other ranks may also lose the connection to it, and exit with
+    # positive codes.
     rank, first = min(
         result.failures.items(),
         key=lambda failure: (failure[1].exitcode == -signal.SIGTERM, failure[1].exitcode > 0),

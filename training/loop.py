@@ -94,8 +94,8 @@ class TrainingLoop:
 
         Raises:
             DataError: An image is unreadable and `data.on_broken` is "refuse", or all images of a
-                shape bucket (input size) are unreadable. After an error in training images, a
-                checkpoint of the last step exists if there is one rank and a step was taken.
+                shape bucket (input size) are unreadable. If this happens in training, the run has
+                one rank, and a step is complete, a checkpoint is written before the error.
             ConfigError: A tracker cannot start.
             DivergenceError: A loss or a weight is not finite.
             GpuMemoryError: A step needs more memory than the GPU has.

@@ -27,8 +27,8 @@ def build_optimizer(model: nn.Module, config: SolverConfig) -> torch.optim.Optim
         return torch.optim.AdamW(groups, lr=config.base_lr, betas=betas, fused=True)
     sgd = torch.optim.SGD(groups, lr=config.base_lr, momentum=config.momentum, fused=True)
     for parameter in trainable.values():
-        # Fused SGD creates these buffers in its first step, except if that step overflows in fp16.
-        # A checkpoint without them could not be resumed.
+        # Create the momentum buffers here, because a checkpoint without them cannot be resumed.
+        # Fused SGD creates them in its first step, except if that step overflows in fp16.
         sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return sgd
 

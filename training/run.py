@@ -34,7 +34,10 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
         Path of the final checkpoint.
 
     Raises:
-        ConfigError: The configuration does not fit the data, the machine or the resumed run.
+        ConfigError: The configuration does not fit the data, the machine or the resumed run. It
+            requires several processes, but `torchrun` or `maskrcnn train` did not start them. A
+            tracker is not installed or cannot start. `output_dir` is a file, or contains a run
+            although `resume` is False, or another process trains in it.
         DataError: The data set is unreadable or has no usable image, or `solver.images_per_batch`
             is not divisible by ranks times `solver.accumulate`.
         CheckpointError: The initial weights or the last checkpoint cannot be read.
@@ -90,9 +93,9 @@ def evaluate_checkpoint(
 def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:
     """Train a model on this rank, or resume the run in `config.output_dir`. Call it on every rank.
 
-    Raises the errors of `run_training`, with two exceptions. `evaluation.expected` is not checked.
-    If another rank is lost, the error is torch's, which the context manager `worker` converts to
-    `RankLostError`.
+    Raises the errors of `run_training`, except for two. `evaluation.expected` is not checked, so
+    `ExpectationError` is not raised. If another rank is lost, torch's error is raised instead of
+    `RankLostError`. The context manager `worker` converts it.
 
     Returns:
         Path of the final checkpoint, and its metrics by name. The metrics are empty if the

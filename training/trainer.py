@@ -119,7 +119,8 @@ class Trainer:
         # Only batch norm changes buffers, which DistributedDataParallel must then copy from rank 0.
         buffers = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
         # A compiled backward pass returns all gradients at its end, so DistributedDataParallel
-        # could not send any of them sooner. It would only copy each gradient into its buckets.
+        # could not send any of them sooner. It would only add a copy of each gradient into its
+        # communication buffers.
         if self.worker.world_size == 1 or (self._compiles() and not buffers):
             return self.model
         return DistributedDataParallel(self.model, broadcast_buffers=buffers)

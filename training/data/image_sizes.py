@@ -34,7 +34,7 @@ def read_header_size(path: Path) -> HeaderSize:
             supported format.
     """
     try:
-        image_file_size(path)  # opening a pipe would block
+        image_file_size(path)  # raises an error for a pipe, because opening it would block
         with warnings.catch_warnings():
             # The pixels are not decoded, so a large image is harmless here.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -43,8 +43,8 @@ def read_header_size(path: Path) -> HeaderSize:
                 # For a TIFF, Pillow reports the size after the EXIF rotation. For other formats, it
                 # reports the stored size.
                 is_upright = image.format == "TIFF"
-                # Of a PNG, use only metadata before the pixels: `getexif` would decode the whole
-                # image to find others.
+                # Read the EXIF data of a PNG only if they precede the pixels. Otherwise, `getexif`
+                # would decode the whole image to find EXIF data after the pixels.
                 has_exif = image.format != "PNG" or "exif" in image.info
                 orientation = image.getexif().get(ExifTags.Base.Orientation) if has_exif else 1
     except ImageError:

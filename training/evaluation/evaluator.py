@@ -53,7 +53,8 @@ class CocoEvaluator:
         self._worker = worker
         self._evaluator = evaluator
         self._detections: list[tuple[int, ImageDetections]] = []
-        # Images of this rank for which `roi.nms_candidates` may have left out detections.
+        # Number of this rank's images whose detections may be incomplete because of
+        # `roi.nms_candidates`.
         self.limited_images = 0
 
     def add(self, image_id: int, detections: ImageDetections) -> None:

@@ -64,7 +64,7 @@ class ClassCurve(NamedTuple):
     objects: int
     # [N] distinct scores, used as thresholds.
     scores: NDArray[np.float64]
-    # [N] each, of the detections with at least this score.
+    # Precision and recall [N] of the detections whose score is at least the threshold.
     precision: NDArray[np.float64]
     recall: NDArray[np.float64]
 

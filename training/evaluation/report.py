@@ -154,7 +154,8 @@ def _confusion_figure(names: Sequence[str], counts: NDArray[np.int64]) -> bytes:
     side = min(4 + 0.35 * len(counts), 24)
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
-    # Shares of each row: of the objects of a class or, in the last row, of the wrong detections.
+    # Colour each cell by its share of the row's sum: of the objects of a class or, in the last row,
+    # of the detections without an object.
     axes.imshow(
         counts / np.maximum(counts.sum(axis=1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1
     )

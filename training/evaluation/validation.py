@@ -22,7 +22,8 @@ from .result_files import RESULTS_FOLDER
 
 logger = logging.getLogger(__name__)
 
-# Folder in `output_dir` for drawings of validation images, and the file that joins some of them.
+# Folder for drawings of validation images, and PNG file that joins some of the drawings. Both are
+# in `output_dir`.
 _DRAWINGS_FOLDER = "validation_images"
 PROGRESS_FILE = "progress.png"
 # Fractions of a run after which the images are drawn and joined, with or without an evaluation.
@@ -76,8 +77,8 @@ class Validation:
             model: Model to evaluate. It is not changed.
             progress: Progress bars from `terminal_progress`.
             report: HTML file for a report. None: write no report.
-            iteration: Number of iterations that the model was trained for, which the name of the
-                PNG file with drawn images contains. 0: unknown.
+            iteration: Number of iterations that the model was trained for. 0: unknown. It is part
+                of the name of the PNG file with drawn images.
 
         Returns:
             Metrics by name, the same on all ranks. The dictionary is empty if
@@ -109,9 +110,9 @@ class Validation:
     def draw(self, model: MaskRCNN, iteration: int) -> None:
         """On rank 0, draw validation images with a model's detections to a PNG file.
 
-        The key `evaluation.draw_images` is the number of images. After 10 %, 30 % and 100 % of the
-        run's iterations, the drawings made so far at these three points are also joined into
-        `progress.png`.
+        The key `evaluation.draw_images` is the number of images. If it is 0, draw nothing. After
+        10 %, 30 % and 100 % of the run's iterations, also join the drawings made so far at these
+        three points into `progress.png`.
 
         Args:
             model: Model to evaluate. It is not changed.

@@ -20,7 +20,7 @@ class Machine(NamedTuple):
 
 
 def this_machine(device: Device) -> Machine:
-    """Return the properties of this machine for training on `device`, a configuration key.
+    """Return the properties of this machine for a value of the configuration key `device`.
 
     Raises:
         ConfigError: `device` requires a GPU that does not exist, or there are more processes on

@@ -61,9 +61,9 @@ class Finetuning:
     val: CocoDataset | None
     # Unusable files of training images with objects: the path of each file, with the reason.
     unusable: tuple[str, ...]
-    # The same for validation images, with or without objects.
+    # Unusable files of validation images, with or without objects: path with reason.
     unusable_val: tuple[str, ...]
-    # Model of the initial weights.
+    # Model and preprocessing of the initial weights.
     start: Checkpoint
 
     @property
@@ -135,8 +135,8 @@ def prepare_finetuning(
     Raises:
         DataError: The layout is unknown, or the data set is unusable.
         ConfigError: An override is invalid, `output` contains a run or is a file, the training set
-            lacks a category of the validation set, or the machine does not have the GPUs that
-            `device` requires.
+            lacks a category of the validation set, `device` requires a GPU that does not exist, or
+            there are more processes on this machine than GPUs to use.
         CheckpointError: The initial weights cannot be read.
         ZooError: The published model that `weights` names does not exist, or is not supported.
         DownloadError: The download of the initial weights failed.
@@ -169,8 +169,8 @@ def check_resumed_data(path: Path, config: TrainConfig) -> None:
     """Check that the run with the configuration `config` was trained on the data set at `path`.
 
     Raises:
-        ConfigError: The run was trained on images that do not belong to this data set.
-        DataError: The layout of the data set is unknown.
+        ConfigError: `data.train.images` of the run is not an image folder of this data set.
+        DataError: The layout of the data set is unknown, or the data set is incomplete.
     """
     folders = {split.images.resolve() for split in recognize_layout(path).splits.values()}
     if config.data.train.images.resolve() not in folders:

@@ -264,7 +264,8 @@ def _rle_from(value: Mapping[str, Any], height: int, width: int) -> Rle:
         elif isinstance(counts, str):
             counts = counts.encode()
         result = Rle(height, width, counts)
-        # Decode once as a check: if the runs end early, pycocotools leaves pixels uninitialized.
+        # Decode the RLE once as a check. If its runs end before the last pixel, pycocotools leaves
+        # pixels uninitialized.
         mask_from_rle(result)
     except (TypeError, ValueError, OverflowError):
         raise InvalidAnnotationError("RLE is damaged") from None

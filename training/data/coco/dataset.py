@@ -33,10 +33,10 @@ class DataError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SourceContent:
-    """Content of a COCO file that was converted or merged, and names of omitted entries."""
+    """Content of a COCO file, and names of the entries that conversion or merging left out."""
 
     content: dict[str, Any]
-    # Names of the entries in the original files that were left out, by reason.
+    # Names of the left-out entries in the original files, by reason.
     faults: Mapping[str, Sequence[str]]
 
 

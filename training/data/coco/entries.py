@@ -13,7 +13,7 @@ from .annotations import Instance, InvalidAnnotationError, instance_from_annotat
 from .image_paths import find_image_paths
 from .numbers import id_from, integer_from
 
-# Names of the entries of a COCO file that are invalid, or were repaired, by the reason, such as
+# Names of invalid or repaired entries of a COCO file. The keys are the reasons, such as
 # "images: file missing".
 Findings = dict[str, list[str]]
 

@@ -17,7 +17,7 @@ class ImagePaths(NamedTuple):
     # Listed names of missing files for which the right file is unclear: several files, or several
     # entries of the list, have the same last path component.
     ambiguous: frozenset[str]
-    # Listed names of missing files that exist in another case of letters.
+    # Listed names of missing files for which a file exists whose name differs only in case.
     other_case: frozenset[str]
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _PREFIX = "instances_"
 # Standard name of a split by synonym.
 _SYNONYMS = {"valid": "val", "validation": "val", "training": "train", "testing": "test"}
-# Number of image files that are looked up to find the image folder of an annotation file.
+# Number of listed images that are looked up in a folder to recognise a split's image folder.
 _LOOKUPS = 5
 _FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
 
@@ -123,8 +123,8 @@ def _is_named(place: Path, split: str) -> bool:
 def _lists_other_images(place: Path, names: Sequence[str], others: Mapping[str, Path]) -> bool:
     """Return whether an image folder probably belongs to another split.
 
-    It does if the folder is named after another split, and the annotation file of this split lists
-    some of the image file names `names`. Equal file names then stand for different images.
+    It does if the folder is named after another split whose annotation file lists some of the image
+    file names `names`. Equal file names then stand for different images.
 
     Args:
         place: The folder.

@@ -29,8 +29,8 @@ class UnusableSourceError(Exception):
 class ConvertedImage:
     """Image with its converted annotations."""
 
-    # Path of the image file relative to `SourceSplit.images`. None: the image file is the file from
-    # `SourceSplit.sources`.
+    # Path of the image file relative to `SourceSplit.images`. None: the image file is the source
+    # itself, as in YOLO, where `SourceSplit.sources` lists image files.
     file_name: str | None
     height: int
     width: int
@@ -60,7 +60,7 @@ class ForeignDataset:
     categories: tuple[Category, ...]
     splits: Mapping[str, SourceSplit]
     # Function that reads one of `SourceSplit.sources`. It may raise `DataError`, which ends the
-    # conversion, or `UnusableSourceError`.
+    # conversion, or `UnusableSourceError`, which leaves out this image only.
     read: Callable[[Path], ConvertedImage]
 
 

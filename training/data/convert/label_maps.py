@@ -69,7 +69,7 @@ def annotations_from_label_map(
     """
     height, width = labels.shape
     columns = labels.T.ravel()
-    # Find the runs of all objects in one pass, which is faster than one mask per object.
+    # Find the RLE runs of all objects in one pass, which is faster than one mask per object.
     starts = np.flatnonzero(np.diff(columns, prepend=-1))
     ends = np.append(starts[1:], columns.size)
     values = columns[starts]

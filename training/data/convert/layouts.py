@@ -29,7 +29,7 @@ class LayoutSplit:
     """Split of a data set whose layout was recognised."""
 
     images: Path
-    # COCO file, or the folder or YAML file of another format.
+    # COCO file, YAML file of YOLO, or folder of LabelMe files.
     annotations: Path
     # Returns the annotations as the content of a COCO file. None: `annotations` is a COCO file that
     # can be used unchanged.

@@ -107,7 +107,8 @@ def _source_splits(
         # The image folder is the deepest folder that contains all images of the split.
         root = Path(os.path.commonpath([image.parent for image in images]))
         alone = labels_without_image({image: labels[image] for image in images if image in labels})
-        # Splits that text files define can share folders, so report each label file only once.
+        # Splits whose images are listed in text files can share folders. Report each label file
+        # for one split only.
         if new := [path for path in alone if path not in reported]:
             reported.update(new)
             faults["labels: image file missing"] = [relative_name(p, file.parent) for p in new]
@@ -144,7 +145,7 @@ def _is_yolo(path: Path) -> bool:
     try:
         content = _read_yaml(path)
     except DataError:
-        # An invalid `data.yaml` counts, so that `yolo` raises the error.
+        # Treat an invalid `data.yaml` as the YAML file of YOLO, so that `yolo` raises the error.
         return path.stem == "data"
     return ("names" in content or path.stem == "data") and any(s in content for s in _SPLITS)
 

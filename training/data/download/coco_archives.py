@@ -84,10 +84,10 @@ _ARCHIVES: Mapping[Edition, Mapping[Part, CocoArchive]] = {
 def coco_archives(
     edition: Edition, parts: Sequence[Part] = (), md5s: Mapping[str, str] = MappingProxyType({})
 ) -> dict[Part, CocoArchive]:
-    """Return the archives of an edition of COCO by part.
+    """Return the archives of an edition of COCO by part: `train`, `val` and `annotations`.
 
     Args:
-        edition: Edition of COCO.
+        edition: Edition of COCO, such as `coco2017`.
         parts: Parts to include. Empty: all parts.
         md5s: MD5s by file name, for archives that differ on a mirror. They replace the published
             MD5s.

@@ -43,14 +43,14 @@ def verify_part(
     decode: bool = False,
     on_progress: ByteProgress = no_progress,
 ) -> list[VerificationResult]:
-    """Check the archive and the extracted folder of a part of COCO, if they exist.
+    """Check a part of COCO, such as `train`: its archive and its extracted folder, if they exist.
 
     The archive must have the size and MD5 of the published one. The files in the folder must have
     the CRCs in the archive. If the archive is missing or damaged, the folder is checked without
     CRCs: all annotated images must exist and not be empty, and annotation files must be complete.
 
     Args:
-        edition: Edition of COCO.
+        edition: Edition of COCO, such as `coco2017`.
         part: Part of the edition.
         archive: Published archive of the part.
         root: Folder of the data set.

@@ -1,4 +1,4 @@
-"""Split, merge and filter the content of COCO annotation files. Extra keys of entries are kept."""
+"""Split, merge and filter the content of COCO annotation files. Unknown keys of entries stay."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
         content: The data set.
         shares: Share of the images, 0 to 1, by name of the part, such as `val`. The parts are
             filled in this order. The remaining images become the part `train`. Each part gets at
-            least one annotated image, unless only one remains, which `train` gets. An image and
+            least one annotated image if two or more remain. `train` gets the last one. An image and
             its augmented copies count as one.
 
     Returns:
@@ -69,20 +69,21 @@ def repeated_classes(content: Content) -> dict[str, list[int | str | None]]:
 def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, SourceContent]:
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
-    All entries of the same image file become one image with all annotations of the file. Dropped:
+    All entries of the same image file become one image with all annotations of the file. These are
+    dropped, and listed in the `faults` of the result:
 
-    - images without id or file name, and images with the id of an earlier one in the same data set
+    - images without id or file name
+    - images whose id an earlier image of the same data set has
     - annotations of unknown images or categories
-    - annotations with the category, box, segmentation and `iscrowd` of an earlier one of the image
-
-    The `faults` of the result list the dropped images and annotations.
+    - annotations that equal an earlier one of the same image in category, box, segmentation and
+      `iscrowd`
 
     Args:
         sources: Image folder and content of each data set, at least one.
 
     Returns:
-        Folder that contains all image folders, and the merged data set. File names are relative to
-        the folder.
+        Two values: the deepest folder that contains all image folders, and the merged data set. Its
+        file names are relative to that folder.
 
     Raises:
         DataError: A category has no id or name, or two categories of a data set have the same id.
@@ -195,11 +196,12 @@ def _merge_categories(
 ) -> dict[int | str | None, int]:
     """Merge a data set's categories into `categories` by name. Return a mapping of old to new ids.
 
-    A category with a new name keeps its id if this is an integer that no merged category has.
+    A category whose name is not in `categories` is added to it. It keeps its id if the id is an
+    integer that no category in `categories` has.
 
     Args:
         entries: Categories of the data set to add.
-        categories: Merged categories so far, by name. New names are added to this dictionary.
+        categories: Merged categories so far, by name. New ones are added in place.
         folder: Image folder of the data set to add, for error messages.
     """
     taken = {category["id"] for category in categories.values()}
@@ -232,9 +234,10 @@ def _shape_of(annotation: Mapping[str, Any]) -> bytes | int:
     """Return a value that is equal for annotations with equal box, segmentation and `iscrowd`."""
     box, segmentation = annotation.get("bbox"), annotation.get("segmentation")
     if not box and not segmentation:
-        return id(annotation)  # without either, annotations cannot be compared
+        return id(annotation)  # no annotation equals one without box and segmentation
     shape = json.dumps([box, segmentation, annotation.get("iscrowd")], sort_keys=True)
-    return hashlib.blake2b(shape.encode(), digest_size=16).digest()  # takes less memory
+    # A hash takes less memory than the text.
+    return hashlib.blake2b(shape.encode(), digest_size=16).digest()
 
 
 def _area_of(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> float:

@@ -14,7 +14,7 @@ from ..coco.annotations import Instance
 from ..coco.dataset import ImageRecord
 from ..coco.segmentation_masks import Ring, Segmentation
 
-# Images that are checked at once: many for numpy's speed, but not all, to limit memory.
+# Number of images that are checked at once. A larger number is faster, but needs more memory.
 _CHUNK_IMAGES = 4096
 # Pixels by which a box or polygon may extend beyond the image.
 _MAX_EXCESS = 1.0

@@ -54,7 +54,7 @@ class ClassCount:
     name: str
     objects: int
     crowds: int
-    # Images with at least one object of the class.
+    # Number of images with at least one object of the class.
     images: int
 
 
@@ -72,13 +72,14 @@ class SplitReport:
     images_without_objects: int
     objects: int
     crowds: int
-    # Images by "landscape", "portrait" and "square".
+    # Number of images by orientation: "landscape", "portrait" and "square".
     orientations: Mapping[str, int]
-    # Images by the effect of resizing: "enlarged", "reduced" and "unchanged".
+    # Number of images by effect of resizing: "enlarged", "reduced" and "unchanged".
     resizing: Mapping[str, int]
-    # Quantiles over the images of "width", "height", "aspect" (width / height) and "objects".
+    # Quantiles over the images. The keys are the quantities "width", "height", "aspect" (width /
+    # height) and "objects" (number per image).
     distributions: Mapping[str, Quantiles]
-    # Objects by COCO's size classes "small", "medium" and "large".
+    # Number of objects by COCO's size class: "small", "medium" and "large".
     object_sizes: Mapping[str, int]
     # By descending number of objects.
     classes: tuple[ClassCount, ...]

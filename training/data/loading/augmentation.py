@@ -51,7 +51,8 @@ class Augmentation:
         self._paste = next((t for t in transforms if isinstance(t, SimpleCopyPasteConfig)), None)
         special = (*RESIZING, SimpleCopyPasteConfig)
         self._others = [t for t in transforms if not isinstance(t, special)]
-        # Whether masks can change other than by a flip. Samples then need masks of the whole image.
+        # Whether a transform can change masks other than by a flip. If so, the masks of samples
+        # must cover the whole image instead of the objects' boxes.
         self.changes_outlines = any(
             isinstance(t, (*special, RandomCropConfig, RandomRotationConfig)) for t in transforms
         )

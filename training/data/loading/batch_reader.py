@@ -27,8 +27,8 @@ from .sampling import BatchPlan, repeat_factors
 class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     """PyTorch `Dataset` of batches. An index is a `BatchPlan`, which lists the images of a batch.
 
-    If `data.on_broken` is "skip", unreadable images are omitted in evaluation. In training, each is
-    replaced by the next image of the same shape bucket (input size).
+    If `data.on_broken` is "skip", an unreadable image is omitted in evaluation. In training, it is
+    then replaced by the next image of the same shape bucket (input size).
 
     Attributes:
         records: Images that `BatchPlan.indices` refers to.
@@ -186,7 +186,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         """Return an image resized to a height and width, with its ground truth and `seed`.
 
         `mask_side` is the side in pixels of masks that are cropped to their boxes. None: masks of
-        the whole image. `flip`: mirror image and ground truth horizontally.
+        the whole image. If `flip` is True, the image and its ground truth are flipped horizontally.
         """
         height, width = size
         image = self._image_of(record, size, flip=flip)

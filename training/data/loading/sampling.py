@@ -35,9 +35,10 @@ class GlobalBatches:
 
     All images of a batch have the same shape bucket (input size).
 
-    In each epoch, every image occurs once. If there are repeat factors, an image occurs on average
-    as often as its factor. The order of a bucket's images is random. If the bucket's last batch is
-    not full, it is filled with the bucket's first images. The order of the batches is random.
+    Without repeat factors, every image occurs once in each epoch. With them, an image occurs on
+    average as often as its factor. The order of a bucket's images is random. If the bucket's last
+    batch is not full, it is filled with the bucket's first images. The order of the batches is
+    random.
     """
 
     def __init__(

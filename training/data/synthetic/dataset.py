@@ -172,8 +172,8 @@ def annotation_from_object(scene_object: SceneObject) -> dict[str, Any]:
     }
 
 
-# Output of contourpy, per piece: points `[N, 2]`, and the offsets in them at which the border and
-# each hole begin.
+# Output of contourpy: two lists with one array per visible piece of an object. First list: points
+# `[N, 2]`. Second list: indices of the points at which the outer border and each hole begin.
 _Pieces = tuple[list[NDArray[np.float64]], list[NDArray[np.uint32]]]
 
 
