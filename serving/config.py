@@ -23,13 +23,13 @@ MAX_RETRIES = 4
 DAY_S = 86_400
 
 _HOST_AND_PORT = re.compile(r"(?:[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):([0-9]{1,5})")
-# Targets with a scheme that gRPC knows. gRPC takes any other text for a host name.
+# gRPC targets with a scheme that gRPC knows. gRPC takes any other text for a host name.
 _TARGET = re.compile(r"(?:dns|ipv4|ipv6|unix|unix-abstract|vsock|xds|google-c2p):\S+")
 _HTTP = re.compile(r"https?://", re.IGNORECASE)
 
 
 class ServeFields(FrozenConfig):
-    """Settings of the server. Each value is validated separately; see also `ServeConfig`."""
+    """Settings of the server. Each value is validated alone; `ServeConfig` checks combinations."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -135,7 +135,7 @@ class ServeFields(FrozenConfig):
 
 
 class ServeConfig(ServeFields):
-    """Settings of the server. Their combination is validated too, such as certificate and key."""
+    """Settings of the server. Combinations are validated too: a certificate requires a key."""
 
     @property
     def ports(self) -> dict[str, int]:

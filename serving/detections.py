@@ -47,9 +47,9 @@ class DetectionOptions:
         InvalidRequestError: an option is out of range, or the mask format is unknown.
     """
 
-    # Return only detections with scores above this threshold in 0..1 and above the model's own one.
+    # Return only detections whose score exceeds both this threshold in 0..1 and the model's own.
     score_threshold: float = 0.0
-    # Maximum number of detections, by descending score. None: the model's own limit.
+    # Maximum number of detections; those with the highest scores are kept. None: the model's limit.
     max_detections: int | None = None
     # A string such as "polygon" is converted to the `MaskFormat` with this value.
     mask_format: MaskFormat = MaskFormat.RLE

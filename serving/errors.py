@@ -22,7 +22,7 @@ class BackendError(ServingError):
 
 
 class BackendDownError(BackendError):
-    """No worker process of the model is up, or the one that computed the request's batch ended."""
+    """No worker process of the model is up, or the one with the request's batch has ended."""
 
 
 class UnloadedError(ServingError):

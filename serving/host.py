@@ -23,8 +23,8 @@ from .errors import BackendError
 CUDA_VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 # Time limit in seconds for CUDA to list the GPUs.
 _CUDA_TIMEOUT_S: Final = 60.0
-# Program that prints the PCI bus ID of each GPU that CUDA lists, so that MIG, containers and
-# environment variables are respected.
+# Program that prints the PCI bus ID of each GPU that CUDA lists. CUDA's list respects MIG,
+# containers and environment variables.
 _BUS_IDS_PROGRAM: Final = """
 import ctypes
 try:

@@ -48,14 +48,16 @@ _RESPONSE_TAG = _tag(pb.DetectStreamResponse.RESPONSE_FIELD_NUMBER)
 _DETECTION_TAG = _tag(pb.DetectResponse.DETECTIONS_FIELD_NUMBER)
 _RLE_TAG = _tag(pb.Detection.RLE_FIELD_NUMBER)
 _COUNTS_TAG = _tag(pb.Rle.COUNTS_FIELD_NUMBER)
-# Varints of one and two bytes. A cache would be slower, because most lengths of masks occur once.
+# Varint of each integer that takes one or two bytes, by integer. A cache would be slower, because
+# most lengths of masks occur once.
 _SHORT_VARINTS = [bytes([value]) for value in range(1 << 7)] + [
     bytes([value & 0x7F | 0x80, value >> 7]) for value in range(1 << 7, 1 << 14)
 ]
 _CORNERS = ("x_min", "y_min", "x_max", "y_max")
-# Template of a detection's serialised fields `score` and `box`: tag and value of the score, tag and
-# length of the box, then tag and value of each corner coordinate.
+# Serialised coordinate of a box.
 _CORNER = np.dtype([("tag", "S1"), ("value", "<f4")])
+# Template of a detection's serialised fields `score` and `box`, with zeros as values: tag and value
+# of the score, tag and length of the box, then tag and value of each coordinate.
 _SCORE_AND_BOX = np.array(
     (
         _tag(pb.Detection.SCORE_FIELD_NUMBER, 5),
@@ -192,7 +194,7 @@ def _scores_and_boxes(detections: Detections) -> list[bytes]:
     records["score"], records["corners"]["value"] = detections.scores, detections.boxes
     fields: list[bytes] = records.view(f"V{records.itemsize}").tolist()
     has_zeros = (detections.boxes == 0).any(axis=1) | (detections.scores == 0)
-    # protobuf leaves out fields that are zero, which the template contains.
+    # The template has all fields, but protobuf leaves out fields whose value is zero.
     for index in np.flatnonzero(has_zeros).tolist():
         box = pb.Box(**dict(zip(_CORNERS, detections.boxes[index].tolist(), strict=True)))
         message = pb.Detection(score=float(detections.scores[index]), box=box)

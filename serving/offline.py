@@ -24,9 +24,9 @@ from .errors import BackendError, image_error_from_os_error
 # CPU cores that this process may use.
 CORES: Final = len(os.sched_getaffinity(0))
 
-# Maximum read-ahead in batches. If more images are queued, `run_in_batches` waits for the oldest
-# one. The limit exceeds the number of batches in flight on a GPU, so that images of a rare input
-# size can fill a batch.
+# Maximum read-ahead in batches. If more images than fit into this many batches are queued,
+# `run_in_batches` waits for the oldest one. The limit exceeds the number of batches in flight on a
+# GPU, so that images of a rare input size can fill a batch.
 _BATCHES_AHEAD = 8
 
 
@@ -231,7 +231,7 @@ def run_in_batches(
     Args:
         entries: Images, or the errors of invalid ones. The thread that consumes the results
             iterates over `entries`.
-        steps: Processing steps of a backend, from `batch_steps`.
+        steps: Decoding, inference and mask encoding for a backend, from `batch_steps`.
         max_batch: Maximum number of images in a batch.
 
     Yields:
@@ -249,7 +249,7 @@ def run_in_batches(
 
 
 def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchSteps:
-    """Return the processing steps for a backend.
+    """Return the processing steps of a batch: decoding, inference and mask encoding.
 
     If the backend is a `DeviceBackend`, return `DeviceSteps`, which decode images and encode masks
     on the backend's device. Otherwise return `HostSteps`, which do so in CPU threads.
@@ -265,8 +265,9 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
         from .engines.device_batches import FIRST_PAUSE_S
         from .engines.device_steps import DeviceSteps
 
-        # Short pauses between polls for the end of a batch. With longer ones, some runs were 7 %
-        # slower than others. A server, whose CPU time per image matters more, was not slower.
+        # Short pauses between polls for the end of a batch, because with longer ones some offline
+        # runs were 7 % slower. The server uses longer pauses: they save CPU time, and did not slow
+        # it down.
         return DeviceSteps(backend, manifest, longest_pause_s=FIRST_PAUSE_S)
     return HostSteps(backend, manifest, threads=threads)
 

@@ -57,7 +57,7 @@ _TRITON: Final = {
 }
 _VERSIONED: Final = ("model", "version")
 
-# Time for a client to send its request and receive the response, in seconds.
+# Time limit for a client to send its request and receive the response, in seconds.
 _REQUEST_S = 5.0
 _MAX_CONNECTIONS = 32
 # Interval in seconds at which the server checks for expired connections and for its shutdown.
@@ -211,7 +211,9 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
             return super().get_request()
         except OSError as error:
             if accept_failures.report(error):
-                time.sleep(_POLL_S)  # the connection stays queued, so the next attempt is immediate
+                # The connection stays queued, so without a pause the next attempt would follow at
+                # once.
+                time.sleep(_POLL_S)
             raise  # the base class ignores it
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -34,8 +34,8 @@ _DETECTION = pa.struct(
         ("segmentation", _RLE),
     ]
 )
-# Schema of the results, one row per image: `height` and `width` in pixels and `detections` in
-# COCO's results format, or only `error`.
+# Schema of the results, one row per image: `path`, and either `error` or `height` and `width` in
+# pixels and `detections` in COCO's results format.
 SCHEMA = pa.schema(
     [
         ("path", pa.string()),
@@ -46,8 +46,8 @@ SCHEMA = pa.schema(
     ]
 )
 
-# Characters of an address that are not percent-encoded. `?` begins the parameters, `%` an escape
-# sequence.
+# Special characters of an address that are not percent-encoded. `?` begins the parameters, and `%`
+# begins an escape sequence.
 _UNQUOTED = "/:?&=%@+,;!$'()*~"
 
 

@@ -18,7 +18,7 @@ from .detections import Detections
 
 _MASK_OPACITY = 0.45
 # Masks are drawn in strips of about this many pixels, because a copy of all pixels as floats would
-# take much memory. Strips are columns, like the runs of masks.
+# take much memory. A strip consists of whole columns, because RLE masks are stored by column.
 _STRIP_PIXELS = 1 << 18
 # Peak memory of `annotated_png` in bytes per pixel: that of decoding a WebP image.
 BYTES_PER_PIXEL = 18

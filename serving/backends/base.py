@@ -12,7 +12,7 @@ from ...model.bundle.manifest import BundleError, Manifest
 from ...model.bundle.spec import ShapeBucket
 from ...model.resizing import Pixels
 
-# Tensor of torch or array of NumPy.
+# A torch tensor or a NumPy array.
 Array = TypeVar("Array")
 
 # Seconds between two queries of a CUDA event.
@@ -119,9 +119,9 @@ class Backend(Protocol):
     def warm_up(self, max_batch: int) -> None:
         """Run the model on black images, for each input size.
 
-        On a GPU, run one or more batches of each size that the backend uses for up to `max_batch`
-        images. On the CPU, run one image. The first requests then need not wait for compilation or
-        memory allocation. The method raises the same errors as `infer`.
+        On a GPU, run one or more batches of each batch size that the backend uses for up to
+        `max_batch` images. On the CPU, run one image. The first requests then need not wait for
+        compilation or memory allocation. The method raises the same errors as `infer`.
         """
 
     def infer(

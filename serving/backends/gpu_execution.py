@@ -207,7 +207,8 @@ class BatchRunner:
         self._driver = driver
         self._launching = threading.Lock()
         self._free: queue.SimpleQueue[_Buffers] = queue.SimpleQueue()
-        # If memory runs out, the part that was allocated is released while the GPU is current.
+        # If memory runs out, the buffers allocated so far are released here, while the CUDA context
+        # is current.
         with ExitStack() as resources:
             self._stream = resources.enter_context(closing(driver.new_stream()))
             for _ in range(depth):

@@ -29,9 +29,9 @@ _KINDS: Final[Mapping[BackendName, ArtifactKind]] = {
     "onnxruntime": "onnx",
 }
 
-# Number of hardware queues of a CUDA context. By default there are 8, and streams that share one
-# wait for one another: the next batch's JPEGs, which nvJPEG decodes in one stream each, would wait
-# for the model of the previous batch.
+# Number of hardware queues of a CUDA context. CUDA's default is 8. Streams that share a queue wait
+# for one another. nvJPEG decodes each JPEG in a separate stream, so with few queues, decoding the
+# next batch would wait until the model has computed the previous one.
 _HARDWARE_QUEUES: Final = 32
 
 # Names of all backends, in the order in which `auto` tries them.

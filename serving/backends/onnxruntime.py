@@ -27,12 +27,12 @@ _log = logging.getLogger(__name__)
 _CUDA = "CUDAExecutionProvider"
 # Name of the batch dimension in exported models.
 _BATCH_AXIS = "batch"
-# Key of a session that accepts every batch size; other keys are batch sizes.
+# Key of the session for all batch sizes, in dicts of sessions by batch size.
 _ANY = -1
-# Memory limit of a GPU session in bytes: constant part, and part per input pixel. The limit is more
-# than twice the need of a session with small convolution workspaces.
+# Memory limit of a GPU session in bytes: a constant, and an addition per pixel of its batch. The
+# limit is more than twice the memory that a session with small convolution workspaces needs.
 _AMPLE_BYTES, _AMPLE_BYTES_PER_PIXEL = 1 << 30, 3 << 10
-# Errors of a file that is missing, damaged or empty.
+# ONNX Runtime's exceptions for a model file that is missing, damaged or empty.
 _INVALID_MODEL = (InvalidArgument, InvalidGraph, InvalidProtobuf, NoSuchFile)
 # ONNX Runtime's names of the dtypes of images.
 _TYPE_NAMES = {np.dtype(np.uint8): "tensor(uint8)", np.dtype(np.float32): "tensor(float)"}
@@ -189,11 +189,11 @@ class OnnxRuntimeBackend:
         Raises:
             BackendError: the GPU has too little free memory, even without these sessions.
         """
-        # ONNX Runtime uses the first convolution algorithm that cuDNN returns, whatever its
-        # workspace: without tensor cores that was 36 GB for one convolution of eight images.
+        # ONNX Runtime uses the first convolution algorithm that cuDNN returns, however much memory
+        # its workspace takes: 36 GB for one convolution of eight images without tensor cores.
         # Therefore the session gets a memory limit. If it runs out of memory, a session with
-        # low-memory algorithms replaces it. If that fails too, the sessions of smaller batches are
-        # dropped; such batches are then padded to this size.
+        # low-memory algorithms replaces it. If that fails too, the sessions for smaller batches are
+        # released, and smaller batches are padded to this size from then on.
         inputs = self._inputs(bucket, *black_batch(bucket, size))
         ample = _AMPLE_BYTES + _AMPLE_BYTES_PER_PIXEL * size * bucket.height * bucket.width
         smaller = self._sessions.get(bucket, {})

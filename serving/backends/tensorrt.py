@@ -71,7 +71,8 @@ class TensorRTBackend:
         # ones, so TensorRT-RTX runs without graphs.
         self._graphs = LaunchGraphs() if kind == "tensorrt" else None
         self._plans: dict[ShapeBucket, Plan] = {}
-        # TensorRT's objects and memory are released in reverse order, while the GPU is current.
+        # `resources` releases TensorRT's objects and memory in reverse order. The CUDA context must
+        # be current then.
         with self._driver.current(), ExitStack() as resources:
             if self._cache is not None:
                 resources.callback(self._cache.close)
@@ -81,7 +82,7 @@ class TensorRTBackend:
                 self._reserve_memory(resources)
                 self._driver.synchronize()
             except Exception as error:
-                # The variables of these frames would keep TensorRT's objects alive.
+                # The local variables in the traceback's frames would keep TensorRT's objects alive.
                 clear_frames(error.__traceback__)
                 raise
             self._resources = resources.pop_all()
@@ -100,8 +101,9 @@ class TensorRTBackend:
         for bucket, plan in self._plans.items():
             for batch in plan.batches:
                 images = black_batch(bucket, min(batch, max_batch))
-                # Two runs per set of buffers, which successive batches use in turn: one that is
-                # captured, and the first replay, which is slower than later ones.
+                # Successive batches use the sets of buffers in turn. Each set needs two runs: the
+                # first captures the CUDA graph. The second replays it for the first time, which is
+                # slower than later replays.
                 for _ in range(2 * self.concurrency):
                     self.infer(bucket, *images)
 
@@ -210,7 +212,8 @@ class TensorRTDeviceBackend(TensorRTBackend):
             for batch in plan.batches:
                 arrays = black_batch(bucket, min(batch, max_batch))
                 images, sizes = (torch.from_numpy(array).cuda() for array in arrays)
-                # One run that is captured, and the first replay, which is slower than later ones.
+                # The first run captures the CUDA graph. The second replays it for the first time,
+                # which is slower than later replays.
                 for _ in range(2):
                     self.infer_on_device(bucket, images, sizes)
                 torch.cuda.current_stream().synchronize()
@@ -248,7 +251,8 @@ class TensorRTDeviceBackend(TensorRTBackend):
                 tensors = {name: self._tensor(name, s) for name, s in plan.specs(batch).items()}
                 for name, given in zip(INPUT_NAMES, (images, image_sizes), strict=True):
                     tensors[name][:count].copy_(given)
-                # CUDA graphs and plans refer to addresses, so the memory is the same each time.
+                # A CUDA graph contains these addresses. They are the same for each batch, because
+                # all batches use the same memory.
                 addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
                 self._launch(bucket, batch, addresses, handle)
                 copies = (

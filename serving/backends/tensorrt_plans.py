@@ -194,8 +194,8 @@ class Plan:
         self._engine = runtime.engine_from(path, build.version_compatible)
         self._batches: dict[int, _BatchContext] = {}
         for batch, profile in profiles.items():
-            # One context per batch size: a CUDA graph is valid as long as the shapes of its context
-            # stay, and TensorRT leaks GPU memory each time that a plugin gets another shape
+            # One context per batch size: a CUDA graph is valid only while the shapes of its context
+            # do not change, and TensorRT leaks GPU memory each time that a plugin's shapes change
             # (https://github.com/NVIDIA/TensorRT/issues/4849).
             context = self._context(profile)
             self._set_shapes(context, batch)

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 class TorchBackend:
     """Backend that runs one exported torch program per shape bucket (input size).
 
-    On a GPU, each program has one CUDA graph per batch size. On a GPU, the constructor also limits
-    torch to one CPU thread in the whole process, because torch's idle threads would spin.
+    On a GPU, each program has one CUDA graph per batch size. The constructor then also limits torch
+    to one CPU thread in the whole process, because torch's idle threads would spin.
     """
 
     name = "torch"
@@ -303,7 +303,10 @@ class BatchSlot:
         self._loaded.wait()
 
     def keep(self, outputs: Sequence[Tensor]) -> None:
-        """Store output tensors for `copy_out`. torch's current stream must compute them."""
+        """Store output tensors for `copy_out`.
+
+        The work that computes them must already be queued on torch's current stream.
+        """
         self._outputs = outputs
         self._computed.record()
 

@@ -36,7 +36,7 @@ _UNLIMITED = 2**31 - 1
 # Time limit for gRPC to report the state of a channel. It does so at once unless the channel was
 # closed meanwhile.
 _STATE_TIMEOUT_S = 1.0
-# Exceptions of a failed call. On a closed channel, the exception is one of the last three.
+# Exceptions that a failed gRPC call raises. If the channel is closed, it is one of the last three.
 _CALL_ERRORS = grpc.RpcError, ValueError, grpc.aio.UsageError, asyncio.CancelledError
 
 # Full name of the gRPC service.
@@ -47,7 +47,7 @@ _CLIENT_DEADLINE = "Deadline Exceeded"
 _MESSAGE_TOO_LARGE = "message larger than max"
 _CERTIFICATE_ERRORS = "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed"
 _CONNECTION_CLOSED = "Socket closed", "Connection reset", "Broken pipe"
-# Address in an error, as in `ipv6:%5B::1%5D:8500: Connection refused`.
+# Pattern of the IP address in an error of gRPC, such as `ipv6:%5B::1%5D:8500: Connection refused`.
 _FAILED_ADDRESS = re.compile(r"ipv[46]:(\S+):\d+: ")
 
 
@@ -186,7 +186,7 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
         config["methodConfig"] = [{"name": [{"service": SERVICE}], "retryPolicy": policy}]
     return [
         ("grpc.service_config", json.dumps(config)),
-        # A request beyond this buffer is never retried; the default is 256 KiB.
+        # A request that is larger than this buffer is never retried. gRPC's default is 256 KiB.
         ("grpc.per_rpc_retry_buffer_size", _UNLIMITED),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", -1),
@@ -303,7 +303,8 @@ def _unreachable_message(address: str, details: str) -> str:
             "answered everything; send the unanswered images again, or start the server with a "
             "greater --max-connection-age-s"
         )
-    # gRPC reports the error of one of a host's addresses, not always of that with the server.
+    # If a host name has several addresses, gRPC reports the error of one of them. The server may
+    # listen on another one.
     failed = _FAILED_ADDRESS.search(details)
     is_named = failed is not None and unquote(failed[1]).strip("[]") not in address
     hint = "; if one runs already, connect to its IP address to see its error" if is_named else ""

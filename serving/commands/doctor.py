@@ -108,7 +108,7 @@ STEPS: Final = (
             "maskrcnn::DecodeBoxes 1",
             "maskrcnn::NmsKeep 1",
             "maskrcnn::PyramidRoIAlign 1",
-            # Row of the table of types: type, layers, share, number of convolutions.
+            # Row of the table of input types: type, layers, share of layers, convolutions.
             r"(?m)^\W*fp16\W+\d+\W+\d+%\W+[1-9]",
         ),
     ),
@@ -237,7 +237,7 @@ def _run(step: FirstRunStep) -> tuple[str, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # Tables are not wrapped, so that the patterns match.
+            # A wide terminal, because the patterns do not match tables with wrapped lines.
             env=os.environ | {"COLUMNS": "200", "PYTHONIOENCODING": "utf-8"},
         )
         output += f"$ {command}\n{result.stdout}"
@@ -321,7 +321,10 @@ def machine_section() -> CheckSection:
 
 
 def show(sections: Iterable[CheckSection]) -> bool:
-    """Print each section as it arrives. Return True if no check found a fault."""
+    """Print each section's results in a table. Return True if no check found a fault.
+
+    A section is printed as soon as the iterable `sections` yields it.
+    """
     # Imported here because --help does not need it.
     from rich.box import SIMPLE_HEAD
     from rich.console import Console

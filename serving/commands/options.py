@@ -64,7 +64,7 @@ CREDENTIAL_OPTIONS = (
 
 
 def options_of(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
-    """Return a decorator that adds options to a command. Its help lists them in the given order."""
+    """Return a decorator that adds options to a command. --help lists them in the given order."""
 
     def decorate(command: _Command) -> _Command:
         for option in reversed(options):

@@ -103,7 +103,7 @@ def predict(
 
 
 def _check_ray_options() -> None:
-    # Only an explicit --format is an error: the option always has a value.
+    # The option always has a value, its default. Only an explicit --format is an error.
     source = click.get_current_context().get_parameter_source("formats")
     if source is ParameterSource.COMMANDLINE:
         raise click.UsageError("--format cannot be combined with --ray, which writes Parquet files")

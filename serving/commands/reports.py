@@ -26,7 +26,7 @@ RESULTS_NAME = "detections.json"
 
 # Maximum number of failures in the final message. Each failure is also printed when it occurs.
 _FAILURES_SHOWN = 3
-# Lower-case suffixes of image files that cannot be read.
+# Lower-case suffixes of image formats that this package does not support.
 _OTHER_SUFFIXES = frozenset({".avif", ".gif", ".heic", ".heif", ".jp2", ".jxl"})
 
 
@@ -94,7 +94,7 @@ def check_folder(folder: Path, files: Sequence[Path], formats: Collection[Report
             f"{folder} cannot be written, because {existing} is not a folder that this user may "
             "write to; choose another folder with --output"
         )
-    # Otherwise the next run would take the annotated images for input.
+    # If annotated images were in a folder of input images, the next run would use them as input.
     if "pictures" not in formats:
         return
     folders = {os.path.realpath(path.parent) for path in files}
@@ -147,7 +147,7 @@ def write_report(
         finally:
             try:
                 ignore_signals()
-            finally:  # a signal may arrive during `ignore_signals`
+            finally:  # even if a signal interrupts `ignore_signals`
                 report.finish()
     if failures:
         raise click.ClickException(_failure_summary(failures, len(files)))
@@ -168,7 +168,11 @@ class _Report:
         self._detections = 0
 
     def add(self, path: Path, outcome: Detections | Exception) -> str:
-        """Write an image's detections. Return the message of the image's error, or "" if none."""
+        """Write an image's annotated image and arrays, and collect its COCO results for `finish`.
+
+        Return an error message if `outcome` is an error or the annotated image cannot be drawn.
+        Otherwise, return "".
+        """
         self._done += 1
         if not isinstance(outcome, Detections):
             return _failure_message(outcome)
@@ -185,7 +189,7 @@ class _Report:
             _write(self._folder / f"{stem}.npz", file.getvalue())
         if "pictures" in self._formats:
             try:
-                # If the file was replaced, it must not have more pixels than before.
+                # Fails if the file has been replaced by one with more pixels.
                 annotated = annotated_png(read_image_file(path), outcome)
             except (OSError, ImageError) as error:  # the input file was replaced or deleted
                 return f"the annotated image was not drawn: {_failure_message(error)}"

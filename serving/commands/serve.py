@@ -67,7 +67,7 @@ def config_from_options(values: dict[str, Any]) -> ServeConfig:
         name = str(next(iter(error.errors()[0]["loc"]), ""))
         if name:
             message = message.replace(name, _spelling(name), 1)
-            # In a YAML file the value is null; an option has no such value.
+            # "or null" applies to YAML files. A user of options leaves the option out.
             message = message.replace(", or null", ", or leave it out")
         raise click.UsageError(message) from None
 
@@ -112,7 +112,8 @@ def settings_from_file(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise click.UsageError(f"{path} must be a mapping of settings to values, as in port: 8500")
     try:
-        # Validated as JSON: strict mode then still accepts lists for tuples and text for paths.
+        # Validated as JSON, because strict mode for Python values would reject lists for tuples and
+        # text for paths.
         fields = ServeFields.model_validate_json(text, strict=True)
     except ValidationError as error:
         message = validation_message(error, ServeFields)

@@ -32,10 +32,10 @@ _MIN_CERTIFICATE_DAYS: Final = 14
 def diagnose(
     models: Sequence[ModelSource], config: ServeConfig, sources: Mapping[str, str]
 ) -> Iterator[CheckSection]:
-    """Check whether `serve` would start. Yield the results, one section at a time.
+    """Check whether `serve` would start. Yield the results in groups of related checks (sections).
 
-    If no check finds a fault, the last section is a trial: a server is started on free ports and
-    stopped again.
+    If no check finds a fault, the last section is the result of a trial, in which a server is
+    started on free ports and stopped again.
 
     Args:
         models: Bundles and names of the models.
@@ -132,7 +132,7 @@ def _port_result(name: str, host: str, port: int) -> CheckResult:
 def _certificate_results(config: ServeConfig) -> list[CheckResult]:
     name = "tls_certificate"
     try:
-        with _warnings():  # they are dropped, because `problem` repeats them
+        with _warnings():  # not reported, because `certificate.problem` has the same text
             certificate = server_certificate(config)
     except ServingError as error:
         return [CheckResult(name, str(error), "fault")]
@@ -214,7 +214,7 @@ def _backend_results(
 
 
 def _trial_results(models: Sequence[ModelSource], config: ServeConfig) -> list[CheckResult]:
-    # Port 0 means any free port, because another server may use the configured ports.
+    # Port 0 means any free port. The configured ports may be in use by another server.
     changes = {"drain_delay_s": 0.0, **dict.fromkeys(config.ports, 0)}
     begin = time.monotonic()
     with _warnings() as warnings:
@@ -244,7 +244,7 @@ def _warnings() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             warnings.append(record.getMessage())
 
-    # Without propagation the handlers of the command line do not print the records as well.
+    # If the logger propagated the records, the command line's handlers would print them.
     log, collector = logging.getLogger(LOGGER), _Collector(logging.WARNING)
     propagate, log.propagate = log.propagate, False
     log.addHandler(collector)

@@ -30,7 +30,8 @@ request_id: Final = ContextVar("request_id", default="")
 # File descriptor of standard error. `sys.stderr` may have been replaced.
 _STANDARD_ERROR: Final = 2
 
-# Valid IDs from clients. Other characters, such as line breaks, could forge log lines.
+# Pattern of valid request IDs. In IDs from clients, other characters, such as line breaks, could
+# forge log lines.
 _ID: Final = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 # Maximum number of lines that wait to be written; further lines are dropped.
@@ -47,7 +48,7 @@ _LINES_PER_S: Final = 10
 
 # Errors of `accept` after which asyncio tries again.
 _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-# Seconds without a failure that end a burst.
+# Seconds without a failed `accept` call after which a burst of failures counts as ended.
 _BURST_END_S: Final = 10.0
 
 
@@ -195,7 +196,8 @@ class AccessLog:
     """Log of requests, with client, status, sizes and times."""
 
     def __init__(self) -> None:
-        # By success. Separate limits, so that successful requests do not displace failed ones.
+        # Rate limiter by whether the request succeeded. There are two, so that log lines of
+        # successful requests do not displace those of failed ones.
         self._samples = {True: _Sample(), False: _Sample()}
 
     def log_request(
@@ -290,7 +292,7 @@ class AcceptFailures:
         return True
 
 
-# Failures of all ports.
+# Log of the failed `accept` calls of all ports.
 accept_failures: Final = AcceptFailures()
 
 

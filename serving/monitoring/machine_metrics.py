@@ -25,8 +25,8 @@ from ..host import child_process_ids, gpu_bus_ids
 
 _log = logging.getLogger(__name__)
 
-# Event loop lag in seconds: interval of the measurements, length of a window, and lag in a window
-# above which a warning is logged.
+# Measurement of the event loop lag, in seconds: interval between two measurements, length of a
+# window of measurements, and lag in a window above which a warning is logged.
 _LAG_INTERVAL_S = 0.1
 _LAG_WINDOW_S = 10.0
 _LAG_WARNING_S = 0.1

@@ -170,9 +170,9 @@ def load_tracer(tracing: bool) -> Tracer:
 class OpenTelemetryTracer(Tracer):
     """Tracer that exports a span per gRPC call and per HTTP request.
 
-    A span has a child span per image, which has a child span per stage. Spans continue the trace in
-    the client's metadata (W3C `traceparent`). The exporter is configured by OpenTelemetry's
-    `OTEL_...` environment variables.
+    A span has a child span per image, which has a child span per stage: decode, queue, infer and
+    encode. Spans continue the trace in the client's metadata (W3C `traceparent`). OpenTelemetry's
+    `OTEL_...` environment variables configure the exporter.
     """
 
     def __init__(self) -> None:

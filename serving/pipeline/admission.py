@@ -61,7 +61,8 @@ class AdmissionController:
         self._min_capacity = min_capacity
         self._service_s = 0.0
         self._in_use = 0
-        # By connection: number of slots that it holds, and number that it holds or waits for.
+        # By connection: number of slots that the connection holds (`_held`), and number that it
+        # holds or waits for (`_claimed`).
         self._held = Counter[str]()
         self._claimed = Counter[str]()
         # Waiting requests by connection, in order of arrival. Connections in round-robin order.
@@ -69,7 +70,10 @@ class AdmissionController:
 
     @property
     def capacity(self) -> int:
-        """Current number of slots, free or in use. It is lower while the service rate is low."""
+        """Current number of slots, free or in use.
+
+        It is below the constructor's `capacity` while slots are in use and the service rate is low.
+        """
         if not self._in_use or self._service_s * self._max_capacity <= self._max_wait_s:
             return self._max_capacity
         fitting = int(self._max_wait_s / self._service_s)
@@ -164,7 +168,7 @@ class AdmissionController:
                 self._release(peer, slots)
             elif not waiter.is_decided.is_set():
                 self._remove(peer, waiter)
-                self._admit_waiters()  # the waiters behind it may fit
+                self._admit_waiters()  # requests behind this one may need fewer slots
             raise
         if not waiter.is_admitted:
             raise _too_many_waiting()
@@ -209,7 +213,8 @@ class AdmissionController:
         own = self._claimed[peer]
         if not own:
             return len(others) < self.capacity
-        # Whether the slots suffice if each other connection claims no more than this one.
+        # Within the fair share, if the slots suffice when each other connection gets all that it
+        # claims, but at most as many as this one.
         own += slots
         return sum(min(claimed, own) for claimed in others) + own <= self.capacity
 

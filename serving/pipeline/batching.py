@@ -43,9 +43,9 @@ class BatchResult(NamedTuple, Generic[Result]):
     """Result of one image: engine output, queue time, and the batch's duration and size."""
 
     value: Result
-    # Seconds from the item's arrival to the start of its batch.
+    # Seconds from the image's arrival in the queue to the start of its batch.
     queue_s: float
-    # Seconds from the start to the end of the item's batch, including any wait for earlier batches
+    # Seconds from the start to the end of the image's batch, including any wait for earlier batches
     # on the same worker.
     infer_s: float
     batch_size: int
@@ -63,14 +63,14 @@ _Batch = Sequence[Ticket[_PendingItem[Item, Result]]]
 
 @dataclass(eq=False)
 class _WorkerState(Generic[Item, Result]):
-    """Worker process, with its state, in-flight batches and consecutive failures."""
+    """Worker process, with its state and the numbers of its in-flight and failed batches."""
 
     process: WorkerProcess[Item, Result]
-    # Whether it accepts batches.
+    # Whether the worker accepts batches.
     is_up: bool
     # Number of batches in flight.
     in_flight: int = 0
-    # `time.monotonic()` at the start of its last batch.
+    # `time.monotonic()` at the start of the worker's latest batch.
     last_start: float = 0.0
     # Consecutive failed batches.
     failures: int = 0
@@ -186,7 +186,7 @@ class Batcher(Generic[Item, Result]):
         up = [worker.process for worker in self._workers if worker.is_up]
         for worker in self._workers:
             if not worker.is_up:
-                worker.process.kill()  # it may be starting, and `exited` below would wait for that
+                worker.process.kill()  # otherwise `close` would wait for a process that is starting
             worker.is_up = False
         # `self._threads` is not used, because hanging batches may occupy all its threads.
         with ThreadPoolExecutor(max(1, len(up))) as closing:

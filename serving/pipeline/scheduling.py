@@ -65,7 +65,7 @@ class Ticket(Generic[T]):
 
     item: T
     bucket: ShapeBucket
-    # `now` in the call of `Schedule.add`.
+    # Arrival time in seconds: `now` in the call of `Schedule.add`.
     arrival: float
     # gRPC peer of the request; it identifies the client's connection.
     peer: str
@@ -231,7 +231,9 @@ class FairThreadPool:
         try:
             await acquired
         except asyncio.CancelledError:
-            if not acquired.cancelled():  # got a thread and was cancelled in one loop iteration
+            # If the future has a result, the task got a thread, but was cancelled in the same
+            # iteration of the event loop.
+            if not acquired.cancelled():
                 self._release_thread()
             raise
 
@@ -250,7 +252,7 @@ class FairThreadPool:
 
     def _release_callback(self, loop: asyncio.AbstractEventLoop) -> Callable[[Future[Any]], None]:
         def release(_: Future[Any]) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed, so nobody waits
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, so no call waits
                 loop.call_soon_threadsafe(self._release_thread)
 
         return release

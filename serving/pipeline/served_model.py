@@ -41,7 +41,7 @@ class ModelSource(NamedTuple):
     bundle: Path
     # Name of the model. None: the name in the bundle.
     name: str | None = None
-    # Version. None: the newest in `bundle`, whose subfolders are versions.
+    # Version. None: the newest of the versions, which are subfolders of `bundle`.
     version: str | None = MODEL_VERSION
 
     def resolved(self) -> "ModelSource":
@@ -102,7 +102,7 @@ class ServedModel:
         self._processes: dict[str, list[ModelProcess]] = {}
         # Batcher of each precision, set by `load`.
         self.batchers: dict[str, ModelBatcher] = {}
-        # Names that requests may use for the model, and their precision. None: the default.
+        # Precision by name that requests may use for the model. None: the default precision.
         self.names: dict[str, str | None] = {self.manifest.model_name: None}
         # Whether new requests are rejected.
         self.is_unloaded = False
@@ -203,9 +203,10 @@ class ServedModel:
         for batcher in self.batchers.values():
             start = time.monotonic()
             await batcher.warm_up()
-            # On a CPU, each worker computes one image per bucket, and an end-to-end engine computes
-            # another one in all its steps. On a GPU, the warm-up also compiles the model, so its
-            # duration tells nothing about an image.
+            # On a CPU, each worker computes one image per bucket. An end-to-end engine, which also
+            # decodes images and encodes masks, processes a second one from decoding to encoding. On
+            # a GPU, the warm-up's duration says nothing about an image, because it includes
+            # compilation.
             if batcher.info.device == "cpu":
                 per_bucket = 2 if batcher.info.is_end_to_end else 1
                 images = per_bucket * len(batcher.info.buckets) * batcher.engines_up

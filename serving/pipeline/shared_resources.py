@@ -19,8 +19,8 @@ from .scheduling import FairThreadPool
 # memory for slow clients.
 _CALLS_PER_SLOT = 8
 
-# Maximum number of open calls of a connection, for each further call that the server can accept.
-# See `OpenCalls`.
+# A connection may have this many open calls for each further call that the server can accept; see
+# `OpenCalls`.
 _CALLS_PER_FREE_CALL = 8
 
 # Client of the current task: a hash of its token, or its host if the server has no tokens.
@@ -32,7 +32,7 @@ _MAX_CLIENTS: Final = 10_000
 # The default budget for decoding images is `memory_limit()` divided by this number. Messages, model
 # and workers need the rest.
 _PARTS_OF_LIMIT = 4
-# This budget, divided by this number, is set aside for small images.
+# The budget divided by this number is the memory that is set aside for small images.
 _PARTS_OF_BUDGET = 4
 
 
@@ -234,8 +234,8 @@ class DecodeMemory:
             await acquired
         except asyncio.CancelledError:
             if acquired.cancelled():
-                self._admit()  # the reservations behind it may fit
-            else:  # got the memory and was cancelled in one loop iteration
+                self._admit()  # reservations behind this one may need less memory
+            else:  # the task got the memory, but was cancelled in the same event loop iteration
                 self._release(size)
             raise
 
