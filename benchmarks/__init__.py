@@ -4,8 +4,8 @@ import click
 
 from ..model.config.lazy_group import LazyGroup
 
-# Folders that each define a command of the same name. An import of any benchmark's module runs this
-# file first, so it imports no command.
+# Folders that each define a command of the same name. This file does not import the commands,
+# because an import of any module of a benchmark runs this file first.
 _COMMANDS = ("bulk", "infer", "kernels", "serve", "train")
 
 

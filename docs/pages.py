@@ -18,20 +18,21 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "build" / "docs-package" / "maskrcnn_trt"
-# Target of a link without scheme, up to its anchor.
+# Target of a Markdown link to a file or folder (no scheme such as https:), without its anchor.
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(?=[)#])")
 # Files that a browser displays or saves. All other link targets are shown as source.
 _DOWNLOADS = {".ipynb", ".json", ".png", ".svg"}
 _LANGUAGES = {".proto": "protobuf", ".py": "python", ".toml": "toml", ".yaml": "yaml"}
-# Shown by GitHub in forms only.
+# Markdown files without a page on the site: templates, which GitHub shows only in its forms.
 _NO_PAGES = re.compile(r"^\.github/(?!SECURITY)")
-# Reached through the list in benchmarks/results/README.md.
+# Pages that the navigation omits: benchmark records, which benchmarks/results/README.md lists.
 _RECORD = re.compile(r"^benchmarks/results/.+-\d{6}\.md$")
 
 
 def on_startup(**_: object) -> None:
     """Copy the package's Python files to a separate folder, from which mkdocstrings reads them."""
-    # mkdocstrings searches all folders within the package's, which in a checkout include .venv.
+    # mkdocstrings searches all folders within the package's folder. In a checkout, this folder can
+    # contain .venv.
     shutil.rmtree(PACKAGE, ignore_errors=True)
     for path in _tracked_files():
         if path.endswith(".py") and not path.startswith((".", "docs/", "tests/")):
@@ -43,10 +44,10 @@ def on_startup(**_: object) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Return all files of the site.
 
-    They are the theme's files, the repository's Markdown pages, and one file per other link target
-    in the repository. Images, JSON files and notebooks are copied. Any other file gets a page that
-    shows its source. A folder gets a page that lists its files. The listed files are added to the
-    site in the same way.
+    They are the theme's files, the repository's Markdown pages, and one file per other file or
+    folder of the repository to which a page links. Images, JSON files and notebooks are copied. Any
+    other file gets a page that shows its source. A folder gets a page that lists its files. The
+    listed files are added to the site in the same way.
     """
     tracked = _tracked_files()
     pages = [path for path in tracked if path.endswith(".md") and not _NO_PAGES.match(path)]

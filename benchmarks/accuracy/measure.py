@@ -50,9 +50,9 @@ class BundleEvaluation:
 
     # Result of `coco_metrics` for boxes and masks. Empty if the metrics were not requested.
     metrics: dict[str, float]
-    # Images that the bundle processed.
+    # Number of images that the bundle processed.
     images: int
-    # Images of the annotation file that were skipped.
+    # Number of images of the annotation file that were skipped.
     left_out: int
     # Time from reading the first image file to the last image's detections, without warm-up.
     seconds: float

@@ -63,7 +63,7 @@ def read_images(sources: Sequence[Path]) -> list[bytes]:
 def _checked_image(path: Path) -> bytes:
     with errors_of_file(path):
         data = read_image_file(path)
-        decode_image(data)  # measurements have no file names to report
+        decode_image(data)  # find invalid images now, while the file name is known
     return data
 
 

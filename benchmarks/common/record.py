@@ -63,7 +63,7 @@ class ResultTable:
     remarks: Sequence[str] = ()
     # Column that the terminal omits if its value is the same in every row.
     optional_column: str = ""
-    # Whether the terminal shows the table. The page always shows it.
+    # Whether the table is printed on the terminal. The Markdown page always contains it.
     on_terminal: bool = True
 
 

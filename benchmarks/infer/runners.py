@@ -225,7 +225,7 @@ class TorchRunner:
         self.model.eval().to(self.device)
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return one `BatchRun` of images [B, 3, H, W], with data in the model's device memory."""
+        """Return one `BatchRun` of images [B, 3, H, W], with data in the memory of the device."""
         import torch
 
         from ...training.trainer import AUTOCAST_DTYPES

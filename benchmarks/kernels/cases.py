@@ -124,7 +124,7 @@ KERNEL_CASES: dict[str, Callable[[Workload], Iterator[KernelCase]]] = {
 
 
 def working_cases(workload: Workload, kernels: Iterable[str]) -> Iterator[KernelCase]:
-    """Yield the benchmark cases of `kernels`. A case's tensors are created when it is reached."""
+    """Yield the benchmark cases of `kernels`. Create a case's tensors just before yielding it."""
     for kernel in kernels:
         yield from KERNEL_CASES[kernel](workload)
 

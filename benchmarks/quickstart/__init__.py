@@ -28,10 +28,11 @@ _IMAGE_SIZE = (192, 128)
 _CLASSES = ("circle", "square", "triangle", "star", "ring")
 _TRAIN_PER_VAL = 15
 _BENCH_SECONDS = 2.0
-# Validation images that the server is measured with, and numbers of concurrent clients.
+# Number of validation images that the server is measured with.
 _BENCH_IMAGES = 32
+# Numbers of concurrent clients that the server is measured with.
 _CLIENTS = (1, 8)
-# Validation images that are drawn during training.
+# Number of validation images for which predictions are drawn during training.
 _DRAWN_IMAGES = 4
 _SHOWN_METRICS = [
     f"{kind}/{metric}" for kind in ("bbox", "segm") for metric in ("AP", "AP50", "AP75", "AR100")

@@ -32,7 +32,8 @@ from ...training.data.coco.segmentation_masks import mask_from_segmentation
 _SECONDS_PER_DRAWN_IMAGE: Final = 0.007
 _SECONDS_PER_TRAINED_IMAGE: Final = 0.04
 
-# Figure of predictions: rows of image pairs, two pairs per row.
+# Number of rows in the figure of predictions. A row shows two images, each with its ground truth
+# beside its predictions.
 _ROWS = 4
 # Factor by which images are enlarged, so that labels are readable.
 _ENLARGEMENT = 3

@@ -94,8 +94,8 @@ class ClientLoad:
 class RequestLog(NamedTuple):
     """Times and status of one request. Times are seconds of `time.monotonic`."""
 
-    # Time at which the request should be sent. Latency counts from here, so that a late client does
-    # not hide the wait.
+    # Time at which the request should be sent. Latency is measured from this time, so that it
+    # includes the delay if the client sends the request later.
     due: float
     sent: float
     received: float

@@ -81,7 +81,7 @@ class ServeSettings:
     warmup_seconds: float = 1.0
     # Deadline of a request in seconds.
     timeout_s: float = 30.0
-    # Number of client processes. Each has its own connection.
+    # Number of client processes. Each has its own gRPC connection.
     processes: int = 1
     # Seed of the arrival times.
     seed: int = 0

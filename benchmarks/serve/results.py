@@ -58,7 +58,7 @@ class ClientUse:
 class ServeResult:
     """Throughput, latency and resource use of a server under one load."""
 
-    # Largest batch of the server.
+    # Maximum batch size of the server.
     max_batch: int
     load: Load
     # Images that were due within the window, per second.

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from ...training.distributed import Worker
 
 TrainPrecision = Literal["fp32", "tf32", "fp16", "bf16"]
-# Baselines: the configured model without compilation, and torchvision's model. `this` is the
-# configured model itself.
+# Baselines: the configured model without compilation, and torchvision's model.
 TrainPeer = Literal["eager", "torchvision"]
+# Model that a run trains: the configured model as it is (`this`), or a baseline.
 TrainEngine = Literal["this"] | TrainPeer
 # Number of steps whose launch time is measured.
 _HOST_STEPS = 5
@@ -54,9 +54,9 @@ class GpuSteps(NamedTuple):
     host_ms: float
     # Kernels, copies and fills of a step.
     kernels: int
-    # Time in which NCCL's kernels run, waiting for other ranks included, and the part of it in
-    # which the GPU does nothing else.
+    # Time in which NCCL's kernels run, waiting for other ranks included.
     communication_ms: float
+    # Part of `communication_ms` in which the GPU does nothing else.
     exposed_ms: float
 
 

@@ -23,7 +23,7 @@ from ..detections import (
 # Outcome of processing one image: its detections, or the error if the image is invalid.
 Outcome = Detections | ImageError
 
-# Alignment in bytes of arrays that share memory: a cache line.
+# Alignment in bytes of arrays that lie in one block of memory: a cache line.
 _ALIGNMENT: Final = 64
 
 # An encoded image, or pixels [H, W, 3] RGB.
@@ -31,10 +31,12 @@ SourceImage = bytes | NDArray[np.uint8]
 
 
 class ModelInput(NamedTuple):
-    """Preprocessed image, ready to be one row of a batch."""
+    """Resized and padded image, ready to become part of a batch."""
 
-    # [3, H, W] RGB, padded to the bucket; float32 with the resize rule `torchvision`.
+    # [3, H, W] RGB, padded to the size `bucket`. float32 if the resize rule is `torchvision`, else
+    # uint8.
     pixels: Pixels
+    # Input size of the model.
     bucket: ShapeBucket
     # Height and width in pixels before padding.
     size: tuple[int, int]
@@ -48,8 +50,9 @@ class PlannedImage(NamedTuple):
     # In a worker, an encoded image is a view of the memory that it shares with the server.
     source: SourceImage | memoryview
     header: ImageHeader
+    # Input size of the model, to which the image is padded.
     bucket: ShapeBucket
-    # Height and width in pixels after resizing.
+    # Height and width in pixels after resizing, before padding.
     size: tuple[int, int]
     resize: ResizeRule = "pillow"
 
@@ -99,8 +102,8 @@ class Step(NamedTuple):
     """Processing step of batches: its function, and the limit on concurrent batches."""
 
     name: str
-    # Takes the result of the previous step. The first step takes image requests of one bucket; the
-    # last returns their outcomes.
+    # Takes the result of the previous step. The first step takes `ImageRequest`s of one input size,
+    # and the last step returns one `Outcome` per request.
     run: Callable[[Any], Any]
     # Maximum number of batches in this step at once. 1 keeps batches in order. Not used if
     # `continues_section` is True.
@@ -154,9 +157,9 @@ class StepChain:
 
 
 def aligned_layout(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return the offsets of arrays that share memory, and the total size, in bytes.
+    """Return the offsets at which arrays are stored in one block of memory, and the block's size.
 
-    `lengths` are the sizes of the arrays in bytes.
+    `lengths` are the sizes of the arrays. All values are in bytes.
     """
     starts, end = [], 0
     for length in lengths:
@@ -166,7 +169,7 @@ def aligned_layout(lengths: Sequence[int]) -> tuple[list[int], int]:
     return starts, end
 
 
-# Input and output of an engine for one image.
+# Input of an engine for one image (`EngineItem`), and its output (`EngineResult`).
 EngineItem = ModelInput | DeviceRequest
 EngineResult = HostOutputs | TimedResponse[Any] | ImageError
 

@@ -94,8 +94,9 @@ class DeviceEngine:
     Each batch passes all steps in the thread that calls `compute`.
     """
 
-    # One batch before the model, one in the model and one after it keep the model busy. Beyond
-    # these, only full batches start: others would wait for the model instead of filling up.
+    # One batch before the model, one in the model and one after it keep the model busy. While three
+    # or more batches are in flight, only full ones start. A smaller batch would have to wait for
+    # the model anyway, and until then more images can be added to it.
     saturating_batches: Final = 3
 
     def __init__(self, backend: Backend, steps: BatchSteps) -> None:

@@ -19,12 +19,12 @@ from ..backends.base import ModelOutputs
 from ..detections import MaskFormat, Timing
 from .base import BatchEntry, ImageRequest, aligned_layout
 
-# First pause between polls of an event, and the default of the longest one, in seconds.
+# Pauses between polls of an event, in seconds: the first pause, and the default of the longest one.
 FIRST_PAUSE_S: Final = 1e-4
 LONGEST_PAUSE_S: Final = 5e-4
 
-# Maximum number of runs to encode at once if masks exceed their buffers. On the device, they take
-# 64 MiB, and their text one to two bytes per run.
+# Maximum number of RLE runs to encode at once when masks that exceeded the buffers are encoded
+# again. These runs take 64 MiB on the device, and their text one to two bytes per run.
 _REPEATED_RUNS: Final = 1 << 24
 
 
@@ -41,9 +41,10 @@ class StreamEvent:
 
     def wait(self, longest_pause_s: float = LONGEST_PAUSE_S) -> None:
         """Poll the event until it is complete, with pauses of at most `longest_pause_s`."""
-        # CUDA's own waits are worse: one occupies a core, and the other takes 10 ms on some virtual
-        # machines. The pauses grow, because each poll takes the GIL and CPU time. Bulk prediction
-        # passes a smaller `longest_pause_s`, because it is faster with short pauses.
+        # CUDA's own waits are worse: the spinning one occupies a core, and the blocking one takes
+        # 10 ms on some virtual machines. The pauses grow, because each poll takes the GIL and CPU
+        # time. Bulk prediction passes a smaller `longest_pause_s`, because it is faster with short
+        # pauses.
         pause_s = FIRST_PAUSE_S
         while self._event is not None and not self._event.query():
             time.sleep(pause_s)
@@ -94,9 +95,9 @@ class PreparedBatch(NamedTuple):
     sizes: Tensor
     # [B, 2] int64, height and width of the source images.
     source_sizes: Tensor
-    # [B, 1, 4] float32 each: factors that scale boxes to the source images, and limits that clip
-    # the scaled boxes.
+    # [B, 1, 4] float32, factors that scale xyxy boxes to the source images.
     scales: Tensor
+    # [B, 1, 4] float32, upper limits to which the scaled boxes are clipped.
     limits: Tensor
     # Event before decoding.
     begin: StreamEvent
@@ -132,9 +133,11 @@ class PastedBatch(NamedTuple):
 
     inferred: InferredBatch
     masks: MaskBatch
-    # Host arrays as in `ModelOutputs`, without masks; boxes in pixels of the source images.
+    # Fields of `ModelOutputs` except the masks, as host arrays. Boxes are in pixels of the source
+    # images.
     detections: Sequence[NDArray[Any]]
-    # Host arrays by mask format. RLE: the fields of `EncodedMasks`. PROBABILITIES: the masks.
+    # Host arrays by mask format. RLE: the fields of `EncodedMasks`. PROBABILITIES: one array, the
+    # masks in `ModelOutputs`.
     encoded: Mapping[MaskFormat, Sequence[NDArray[Any]]]
     # The arrays on the host are valid after this event.
     ready: StreamEvent
@@ -186,7 +189,7 @@ def copy_to_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
 def scales_and_limits(
     sizes: NDArray[np.int64], source_sizes: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return the factors and the clip limits with which boxes are scaled to the source images.
+    """Return factors that scale boxes to the source images, and limits that clip the scaled boxes.
 
     Args:
         sizes: [B, 2], height and width of the resized images.
@@ -226,8 +229,8 @@ class EncodedMasks(NamedTuple, Generic[Array]):
     # [capacity] uint8: the characters of all masks.
     text: Array
     # [B * D, 2] int64: start and length of each mask's characters in `text`. The length is -1 if
-    # the mask exceeds the buffer for runs. If the characters end after the capacity, they are cut
-    # off.
+    # the mask exceeds the buffer for runs. Characters beyond the capacity are missing in `text`,
+    # but counted in the lengths.
     spans: Array
 
 
@@ -240,7 +243,7 @@ def encode_masks(masks: MaskBatch, run_capacity: int, capacity: int) -> EncodedM
         capacity: Buffer size in RLE characters of all masks together.
 
     Returns:
-        The encoded masks. `selected_rles` encodes those again that exceed a buffer.
+        The encoded masks. Some masks can exceed a buffer; `selected_rles` encodes them again.
     """
     depth = masks.boxes.shape[1]
     sizes = masks.source_sizes.repeat_interleave(
@@ -284,14 +287,16 @@ def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp]) -> list[bytes]:
 
     `chosen` are flat indices of masks in the batch: image * D + detection.
     """
-    # Few transfers, because each waits for masks of other batches that are encoded again.
+    # Few transfers between host and device: each waits for all earlier work in the stream, which
+    # also encodes masks of other batches again.
     index = torch.from_numpy(chosen).to(masks.boxes.device)
     probabilities = masks.probabilities.flatten(0, 1)[index]
     boxes = masks.boxes.flatten(0, 1)[index]
     sizes = masks.source_sizes[index // masks.boxes.shape[1]]
     _, num_runs = paste_rle(probabilities, boxes, sizes, 0, paste=masks.paste)
     run_capacity = int(num_runs.max())
-    # In parts, because a few noisy masks can have a hundred times as many runs as others.
+    # Encode `size` masks at a time, to limit the memory. The buffer has room for `run_capacity`
+    # runs of every mask, but a few noisy masks can have a hundred times as many runs as the others.
     size = max(1, _REPEATED_RUNS // run_capacity)
     counts: list[bytes] = []
     for start in range(0, len(chosen), size):

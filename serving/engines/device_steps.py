@@ -51,16 +51,20 @@ from .postprocessing import detections_from_rows, kept_rows
 
 _log = logging.getLogger(__name__)
 
-# Buffer sizes of the mask encoder: RLE runs of each mask; and RLE characters per image column of
-# each mask on average, with a minimum per mask for noisy masks in small images. A convex object has
-# two runs and less than two characters per column, so one 8192 pixels wide fits. Masks that exceed
-# the buffers are encoded again. For 100 masks in an image 1000 pixels wide, the buffers take 7 MB
-# on the device, and 0.4 MB of pinned host memory.
+# The next three constants set the sizes of the mask encoder's two buffers: one for RLE runs, and
+# one for the RLE characters of all masks. Masks that exceed a buffer are encoded again. For 100
+# masks in an image 1000 pixels wide, the buffers take 7 MB on the device, and 0.4 MB of pinned host
+# memory.
+
+# RLE runs per mask. A convex object has two runs per image column, so one 8192 pixels wide fits.
 _RUN_CAPACITY: Final = 1 << 14
+# RLE characters per mask and image column, on average over the masks. A convex object has less than
+# two characters per column.
 _CHARACTERS_PER_COLUMN: Final = 2
+# Minimum number of RLE characters per mask, for noisy masks in small images.
 _MIN_CHARACTERS: Final = 1 << 12
 
-# Largest image in pixels that the device decodes. A batch of larger ones would need gigabytes of
+# Largest image in pixels that the device decodes. A batch of larger images would need gigabytes of
 # GPU memory.
 _MAX_DEVICE_PIXELS: Final = 1 << 24
 
@@ -147,7 +151,7 @@ class DeviceSteps:
             padded = self._padded(batch)
             host_sizes = np.array([[i.size for i in images], [i.source_size for i in images]])
             floats = scales_and_limits(*host_sizes)
-            # One copy: two float32 are as large as an int64.
+            # Pairs of float32 are stored as one int64, so that one copy transfers all four tables.
             table = np.concatenate([host_sizes, floats.view(np.int64)])
             on_device = copy_to_device(table, self._device)
             scales, limits = on_device[2:].view(torch.float32)[:, :, None]
@@ -300,7 +304,7 @@ def _kept_rows(batch: PastedBatch, row: int, entry: BatchEntry) -> NDArray[np.in
 
 
 def _text_capacity(entries: Sequence[BatchEntry], depth: int) -> int:
-    """Return the buffer size in RLE characters for `depth` masks of each image of a batch."""
+    """Return the size in RLE characters of a batch's text buffer, for `depth` masks per image."""
     widths = (e.image.source_size[1] for e in entries if isinstance(e, ImageRequest))
     return depth * sum(max(_MIN_CHARACTERS, _CHARACTERS_PER_COLUMN * width) for width in widths)
 

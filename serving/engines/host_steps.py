@@ -170,7 +170,8 @@ class HostProcessor:
         """Return the peak host memory in bytes that decoding and resizing an image takes."""
         if isinstance(source, bytes):
             return decoding_memory(source, max_pixels=self.max_pixels)
-        # Six bytes per pixel: four for Pillow's copy, and two for parts of the result.
+        # Six bytes per pixel, twice the three bytes of the source: four for Pillow's copy, and two
+        # for parts of the result.
         return 2 * source.nbytes
 
     def prepare(self, source: SourceImage) -> EngineItem:
@@ -200,6 +201,7 @@ class HostProcessor:
         Raises:
             ImageError: `result` is this error, because an end-to-end engine could not decode the
                 image.
+            BundleError: the bundle has no category for a label.
         """
         if isinstance(result, ImageError):
             raise result
@@ -250,6 +252,7 @@ class HostSteps:
 
         Raises:
             ImageError: the image is damaged.
+            BundleError: the bundle has no category for a label.
         """
         (outcome,) = self._encode(self._infer(self._prepare([request])))
         if isinstance(outcome, ImageError):

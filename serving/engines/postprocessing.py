@@ -15,9 +15,11 @@ from ..detections import DetectionOptions, Detections, MaskFormat, Outlines
 # Mask probability along which outlines are traced.
 _THRESHOLD: Final = 0.5
 
-# Output of contourpy as ChunkCombinedOffsetOffset, one list entry per chunk: the points of all
-# rings; the start of each ring among the points; the start of each polygon (an outer ring, then its
-# holes) among the rings. Both arrays of starts end with the total. None: the chunk has no rings.
+# Output of contourpy with the fill type ChunkCombinedOffsetOffset: the points of all rings; the
+# index of each ring's first point; and the index of each polygon's first ring. A polygon is an
+# outer ring, followed by its holes. Both arrays of indices end with the total number. Each list has
+# one item per chunk, a part of the input that contourpy processes separately. Here, the whole input
+# is one chunk. None: the chunk has no rings.
 _Chunks = tuple[
     list[NDArray[np.float64] | None],
     list[NDArray[np.uint32] | None],

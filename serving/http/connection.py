@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from ..config import ServeConfig
 
-# Seconds in which a client must acknowledge data, or accept more of a response.
+# Seconds within which a client must acknowledge sent data, and read a further part of a response.
 _STALL_S: Final = 20.0
 # Seconds for which the rest of a body is read and dropped after the response was sent. Without
 # this, a client that is still sending would get a reset instead of the response.

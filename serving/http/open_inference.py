@@ -23,7 +23,8 @@ from .open_inference_json import (
 
 # Header with the size of the JSON part of a body that continues with binary data.
 JSON_LENGTH: Final = "inference-header-content-length"
-# Bodies up to this size in bytes are converted in the event loop, larger ones in a thread.
+# Requests and responses up to this size in bytes are converted between HTTP bodies and protobuf
+# messages in the event loop, larger ones in a thread.
 _QUICK_BYTES: Final = 256 << 10
 
 _SERVICE: Final = "/inference.GRPCInferenceService/"

@@ -38,7 +38,8 @@ _PUBLIC_PREFIXES = ("/grpc.health.v1.Health/", "/grpc.reflection.", *_HEALTH_MET
 
 # Maximum number of concurrent calls of public methods per connection.
 _PUBLIC_CALLS_PER_CONNECTION = 8
-# One public call per this many admission slots may wait for a message at a time.
+# Of all calls that wait for a request message at a time, the number of public ones is limited to
+# `queue_size` divided by this number. For small queues, the limit is higher.
 _SLOTS_PER_PUBLIC_MESSAGE = 4
 # Seconds for which a stopping server still receives messages that are in transit.
 _LAST_MESSAGES_S = 2.0

@@ -54,6 +54,8 @@ class _CurrentContext(ssl.SSLContext):
 
     # The usual way is `sni_callback`, which can replace the context of a connection. It is not used
     # here, because Python prints a traceback if the server name that a client sends is invalid.
+
+    # Returns the context that was loaded last.
     current: Callable[[], ssl.SSLContext]
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
@@ -95,7 +97,7 @@ class ServerCertificate:
         return None if loaded.is_valid else self._validity_error(loaded)
 
     def refresh(self) -> None:
-        """Reload the certificate files if they have changed. New connections also trigger this."""
+        """Reload the certificate files if they have changed. Each new connection also does this."""
         self._reloaded.current()
 
     def grpc_credentials(self) -> grpc.ServerCredentials:

@@ -74,9 +74,9 @@ class Link(asyncio.BufferedProtocol):
         """
         self._receive = receive
         self._transport: asyncio.Transport
-        # Parts of frames that are sent at the end of the event loop's iteration.
+        # Headers and payloads to send at the end of the event loop's iteration.
         self._outgoing: list[bytes] = []
-        # Received bytes are those of `_buffer` from `_start` to `_end`.
+        # Receive buffer. The bytes from `_start` to `_end` are received, but not processed yet.
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
         self._loop = asyncio.get_running_loop()
@@ -180,7 +180,7 @@ FindHandler = Callable[[CallDetails], Awaitable[Any]]
 
 
 class ForwardedCall(CallOutcome):
-    """Context of a gRPC call that a front-end process received, with the interface of gRPC's own.
+    """Context of a gRPC call from a front-end process. It has the interface of gRPC's own context.
 
     At most one message at a time is passed in each direction, as in gRPC's context: the front end
     reads a message of the client only when `read` is called, and `write` waits until the front end

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 # Status codes by number.
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
-# Interval in seconds at which the files of the certificate are checked.
+# Interval in seconds at which the certificate files are checked for changes.
 _REFRESH_S: Final = 1.0
 
 # Paths of certificate, key and client CA; see `ServerCertificate`.
@@ -105,7 +105,7 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
         self._numbers = itertools.count()
         # Frames from the server's process that are not processed yet, by call number.
         self._frames: dict[int, asyncio.Queue[tuple[int, bytes]]] = {}
-        # Limits the number of calls to which the server's process has not sent any frame yet.
+        # Limits the number of calls that wait for their first frame from the server's process.
         self._pending = asyncio.Semaphore(max_pending_calls)
         # Tasks that stop the gRPC server.
         self._stopping: list[asyncio.Task[None]] = []

@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 FRONT_END_NAME: Final = "front end"
 # Time in seconds for a stopped front end to end, after the time limit of its calls.
 _END_S: Final = 5.0
-# A front end that ends earlier than this after its start, in seconds, is restarted after a pause.
-# The pause doubles each time, between these limits in seconds.
+# A front end that has run for less than this time, in seconds, is restarted after a pause.
 _MIN_UPTIME_S: Final = 10.0
+# First and longest pause in seconds. If the front end ends early again, the pause doubles.
 _MIN_PAUSE_S: Final = 0.5
 _MAX_PAUSE_S: Final = 30.0
 
@@ -155,7 +155,7 @@ class _FrontEnd:
         self._find_handler = find_handler
         self._calls: dict[int, ForwardedCall] = {}
         self._is_ready = False
-        # Set when the process accepts connections, or ends before.
+        # Set when the process accepts connections, or when it ends before it accepts any.
         self._started = asyncio.Event()
         self._socket, there = socket.socketpair()
         with there:

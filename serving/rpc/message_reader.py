@@ -74,7 +74,7 @@ class PendingMessages:
             timeout_s: Maximum time to wait, in seconds. None: no limit.
 
         Returns:
-            The serialised message. None: the client has ended its requests.
+            The serialised message. None: the client sends no more messages.
 
         Raises:
             ExpiredError: the message did not arrive in time.
