@@ -22,7 +22,7 @@ from ..model.bundle.manifest import (
 from ..model.image_decoding import IMAGE_SUFFIXES, read_header
 from ..model.image_files import errors_of_file
 
-# Number of sample images in a bundle.
+# Maximum number of sample images in a bundle.
 _SAMPLES = 6
 # File in the temporary folder of an export. The export keeps this file locked until it ends.
 _LOCK_NAME = ".export-lock"
@@ -51,7 +51,7 @@ def check_output_folder(bundle: Path) -> None:
             "another folder"
         )
     if Path.cwd().is_relative_to(bundle.resolve()):
-        # The shell would stay in a deleted folder, in which no command finds a path.
+        # The user's shell would stay in the deleted folder, in which relative paths do not work.
         raise BundleError(
             f"{bundle} is the current folder or contains it, so it cannot be replaced; run the "
             "export in another folder"
@@ -108,13 +108,16 @@ def _lock_in(folder: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the temporary folders that killed exports left beside the output folder `path`."""
+    """Remove the temporary folders that killed exports left beside the output folder `path`.
+
+    If an export was killed while it replaced `path`, also restore the older folder as `path`.
+    """
     for lock in path.parent.glob(f".{glob.escape(path.name)}.*/{_LOCK_NAME}"):
         # OSError: the export is alive and holds the lock, or the folder is another user's.
         with suppress(OSError), lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             older = lock.with_name("older")
-            if older.exists() and not path.exists():  # killed between the two renames
+            if older.exists() and not path.exists():  # killed between `atomic_folder`'s renames
                 older.replace(path)
             shutil.rmtree(lock.parent)
 

@@ -221,15 +221,15 @@ def _compare_image(
         comparison: result to update.
         expected: the checkpoint's detections.
         actual: the exported model's detections.
-        floor: score threshold. Expected detections at or below it are not compared. If the
-            checkpoint found the maximum number of detections, the threshold is at least the lowest
-            expected score plus the tolerance.
+        floor: score threshold. Expected detections at or below it are not compared. If `expected`
+            has the maximum number of detections, the threshold is raised to at least the lowest
+            expected score plus the score tolerance.
     """
     tolerance = comparison.tolerance
     if expected.is_full:
         floor = max(floor, float(expected.scores[-1]) + tolerance.scores)
-    # Compare only detections above the floor: rounding decides which detections near the threshold,
-    # or at the end of a full list, appear.
+    # Compare only detections above the floor, because rounding decides whether a detection near the
+    # model's threshold, or at the end of a full list, appears.
     certain = (expected.scores > floor).nonzero()[:, 0].tolist()
     comparison.detections += len(certain)
     (overlaps,) = box_iou(expected.boxes[None], actual.boxes[None])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from shared_exports import cached_graphs, folder_of_run, made_once
 
-import maskrcnn_trt  # noqa: F401, before onnxruntime: it turns its telemetry off
+import maskrcnn_trt  # noqa: F401, before onnxruntime, to disable its telemetry
 
 # Fixtures that export a bundle, which takes ten seconds or more.
 BUNDLES = frozenset(
@@ -36,7 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the imported modules from garbage collection, a tenth of an export's time."""
+    """Exempt the imported modules from garbage collection.
+
+    Collecting them would take a tenth of an export's time.
+    """
     gc.collect()
     gc.freeze()
 
@@ -58,8 +61,8 @@ def no_disk_flushes() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run tests that are coroutines."""
-    # Not with the plugin of anyio: it fails tests for messages that gRPC's threads send to closed
-    # event loops.
+    # anyio's plugin for coroutines is not used. With it, tests fail if threads of gRPC send
+    # messages to closed event loops.
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
@@ -69,7 +72,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of files that every worker process of this run reads. Tests must not change them."""
+    """Folder that all pytest-xdist workers of this run share. Tests must not change its files."""
     return folder_of_run(tmp_path_factory)
 
 
@@ -125,7 +128,7 @@ def bundle(tiny_checkpoint: Path, shared_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def torch_bundle(tiny_checkpoint: Path, shared_folder: Path) -> Path:
-    """The tiny model as ONNX and as programs of torch, in fp32 for inputs of 96x160 and 160x96."""
+    """The tiny model as ONNX and as torch programs, in fp32 for inputs of 96x160 and 160x96."""
     path = shared_folder / "torch-bundle"
     return exported(tiny_checkpoint, path, precisions=("fp32",), with_programs=True)
 
@@ -141,13 +144,13 @@ def half_bundle(tiny_checkpoint: Path, shared_folder: Path) -> Path:
 
 @pytest.fixture
 def exported_graphs(shared_folder: Path) -> Iterator[None]:
-    """Let an export in the test reuse the ONNX graphs of this run."""
+    """Make exports in the test reuse ONNX graphs that this test run has exported already."""
     with cached_graphs(shared_folder):
         yield
 
 
 def exported(checkpoint: Path, path: Path, **options: Any) -> Path:
-    """Return the bundle at `path` of the run's folder, exported by the first process to ask."""
+    """Return the bundle at `path` in the shared folder. If it does not exist, export it."""
     from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 
     with cached_graphs(path.parent):

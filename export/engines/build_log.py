@@ -53,7 +53,8 @@ class BuildLog:
         An error is also appended to the attribute `errors`, and a list of the engine's layers is
         stored in the attribute `listing`. The file is written only within a `section` block.
         """
-        # Messages after the block are expected, because TensorRT frees some objects late.
+        # TensorRT also logs after the `with` block, because it frees some objects late. Those
+        # messages do not get into the file.
         if severity in ERRORS:
             self.errors.append(" ".join(message.split()))
         elif message.startswith("Layers:\n"):
@@ -77,7 +78,8 @@ class BuildProgress:
         self._bars: dict[str, TaskID] = {}
         self._depths: dict[str | None, int] = {None: -1}
         self._is_cancelled = False
-        # Last exception in a method below, which stops the build. TensorRT would only print it.
+        # Last exception that a method below raised while TensorRT called it. It stops the build,
+        # whereas TensorRT would only print it.
         self.error: Exception | None = None
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:

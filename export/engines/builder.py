@@ -117,8 +117,8 @@ class EngineBuilder(ABC):
         ):
             progress = BuildProgress(bars)
             try:
-                # Build in a thread of its own. In the main thread, a KeyboardInterrupt may be
-                # raised inside a callback of TensorRT, which would swallow it.
+                # Build in another thread. In the main thread, a KeyboardInterrupt may be raised
+                # inside a callback of TensorRT, and TensorRT would swallow it.
                 plan = pool.submit(
                     self._build_plan, model, plan_path.name, precision, progress
                 ).result()
@@ -179,7 +179,7 @@ class EngineBuilder(ABC):
     ) -> Any:
         builder = self._trt.Builder(self._logger)
         network = builder.create_network(self._network_flags())
-        # The network refers to weights that the parser owns: keep the parser until the end.
+        # The network refers to weights of the parser, so keep the parser until the build ends.
         parser = self._trt.OnnxParser(network, self._logger)
         if not parser.parse(model):
             raise EngineError(self._parser_error(parser, name))

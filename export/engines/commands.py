@@ -44,9 +44,9 @@ def inspect(plan: Path, as_json: bool) -> None:
     """Show how PLAN was built, and its tensors and layers with their types.
 
     Inspect only plans that you trust, because loading a plan can run code. If PLAN is in a bundle,
-    its hash must match the manifest. Tensors and layers are listed only if this machine has a GPU
-    that can load the plan. Otherwise, the command fails, except for a PLAN in a bundle with --json:
-    the JSON then holds the reason as `note`.
+    its hash must match the manifest. Listing tensors and layers requires a GPU that can load the
+    plan. Without one, the command fails, unless --json is set and PLAN is in a bundle. In this
+    case, the JSON has no tensors and layers, and gives the reason as `note`.
     """
     from .inspection import inspected_layers, inspected_tensors, load_engine
 

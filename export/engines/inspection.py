@@ -24,7 +24,7 @@ def load_engine(plan: Path, kind: EngineKind) -> tuple[Any, Any]:
     """
     trt: Any = importlib.import_module(kind.replace("-", "_"))
     engine = None
-    # TypeError: without a GPU, TensorRT can return no runtime.
+    # TypeError: `trt.Runtime` cannot be created on a machine without a GPU.
     with errors_of(trt) as errors, suppress(TypeError):
         runtime = trt.Runtime(shared_logger(trt))
         runtime.engine_host_code_allowed = True  # version-compatible plans contain code
@@ -85,8 +85,8 @@ def inspected_layers(trt: Any, engine: Any) -> list[Layer]:
     Raises:
         EngineError: the engine was built without detailed profiling verbosity.
     """
-    # The inspector reports formats only if all shapes are known, so set them in a context. With
-    # USER_MANAGED, the context allocates no GPU memory.
+    # The inspector reports formats only if all shapes are known, so set the input shapes in a
+    # context. With USER_MANAGED, the context allocates no GPU memory.
     context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     for tensor in inspected_tensors(trt, engine):
         if tensor.is_input:

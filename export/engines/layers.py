@@ -62,7 +62,7 @@ class Layer:
 # Types that decide the precision of a layer, unlike the types of indices, images and booleans.
 _ARITHMETIC = frozenset({"fp32", "fp16", "bf16", "fp8", "fp4", "int8"})
 _DTYPE = re.compile("BFLOAT16|BF16|HALF|FP16|FLOAT|FP32|FP8|FP4|U?INT8|INT(?:4|32|64)|BOOL")
-# Convolutions with fewer input channels than this need not read fp8.
+# In an fp8 engine, convolutions with fewer input channels than this may have inputs of any type.
 _MIN_FP8_CHANNELS = 16
 # This project's name of a type, by TensorRT's other names for it.
 _SPELLINGS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}

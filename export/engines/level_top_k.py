@@ -22,9 +22,9 @@ def split_top_k(graph: onnx.GraphProto) -> None:
     producers = {name: node for node in graph.node for name in node.output}
 
     def sources(names: Iterable[str], op_type: str) -> list[onnx.NodeProto]:
-        """Return the nodes that output the tensors `names`, except tensors that no node outputs.
+        """Return the nodes that output the tensors `names`. Skip tensors that no node outputs.
 
-        If any of these nodes has another type than `op_type`, return [].
+        If one of the nodes has another type than `op_type`, return [].
         """
         nodes = [producers[name] for name in names if name in producers]
         return nodes if all(node.op_type == op_type for node in nodes) else []

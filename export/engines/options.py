@@ -47,7 +47,7 @@ class EngineOptions:
     profile_per_batch: bool = False
     # Effort of the builder, 0 to 5. None: TensorRT's default, 3.
     optimization_level: int | None = Field(None, ge=0, le=5)
-    # Effort of the builder's search for layers that share the L2 cache.
+    # Effort of the builder's search for tilings that keep data in the L2 cache between layers.
     tiling: Tiling = "none"
     # Maximum number of CUDA streams besides the main one. None: TensorRT decides.
     aux_streams: NonNegativeInt | None = None

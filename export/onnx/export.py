@@ -21,8 +21,9 @@ from .functions import functions_for
 
 OPSET = 18
 
-# Replaces -inf in TopK. ONNX Runtime's CUDA kernel pads its result with the lowest finite float32
-# before sorting, so that padding with undefined indices would rank above entries of -inf.
+# Finite number that replaces -inf before a TopK. ONNX Runtime's CUDA kernel pads its result with
+# the lowest finite float32, then sorts it. Without the replacement, this padding, whose indices are
+# undefined, would rank above entries of -inf.
 _LOWEST = -1e38
 
 
@@ -67,8 +68,8 @@ def onnx_from_model(
 
 def _flattened(functions: Sequence[onnx.FunctionProto]) -> Sequence[onnx.FunctionProto]:
     """Return ONNX functions in which all calls of other functions are inlined."""
-    # TensorRT's parser reads an attribute that one function passes to another as empty, and builds
-    # a wrong engine without an error.
+    # If a function passes an attribute to another one, TensorRT's parser takes the attribute as
+    # empty, and builds a wrong engine without an error.
     called = {(node.domain, node.op_type) for function in functions for node in function.node}
     helpers = [key for f in functions if (key := (f.domain, f.name)) in called]
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(OPSET_DOMAIN, OPSET_VERSION)]
@@ -214,9 +215,9 @@ def _custom_operations_replaced() -> Iterator[None]:
     `_NODES` maps each operation to a function that replaces it by an ONNX node or by standard torch
     operations.
     """
-    # The exporter applies its own decomposition table anyway, so entries in it cost no extra pass.
-    # `ExportedProgram.run_decompositions` would trace the whole model once more, which takes a
-    # quarter of the export's time.
+    # The exporter applies this table of decompositions in any case, so entries in the table cost no
+    # extra pass. `ExportedProgram.run_decompositions` would trace the whole model once more, which
+    # takes a quarter of the export's time.
     table = torch._decomp.decomposition_table
     table.update(_NODES)
     try:

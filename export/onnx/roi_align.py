@@ -89,7 +89,8 @@ def PyramidRoIAlign(  # noqa: N802
     total_height = height_0 + below + op.Constant(value_ints=[1])
 
     # The mosaic, [B, C, total_height, total_width] float32. Pad gets no input `axes`, because with
-    # that input, ONNX Runtime fails to move a Transpose past the Pad, as for channels-last maps.
+    # that input, ONNX Runtime fails when it moves a Transpose past the Pad. It does so if the maps
+    # are channels-last.
     unpadded = op.Constant(value_ints=[0, 0, 0, 0, 0, 0])
     empty = op.CastLike(zero, feature_0)
     upper = op.Pad(feature_0, op.Concat(unpadded, none, total_width - width_0, axis=0), empty)

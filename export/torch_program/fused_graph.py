@@ -12,7 +12,8 @@ from ...plugins.block_transition import can_fuse_transition
 from ...plugins.fused_convolution.expand_reduce import can_expand_reduce
 from ...plugins.runtime.arguments import HALF_TYPES
 
-# Minimum number of input and output channels for which libraries can be faster than Triton.
+# Minimum number of input and output channels for which cuBLASLt and cuDNN can be faster than a
+# Triton kernel.
 _LIBRARY_CHANNELS = 64
 _aten, _own = torch.ops.aten, torch.ops.maskrcnn
 
@@ -69,7 +70,8 @@ def _replacement(node: Node, fusion: _Fusion) -> tuple[Any, tuple[Any, ...]] | N
     residual, relu = fusion.residual, fusion.relu
     if weight.meta["val"].dtype in HALF_TYPES:
         pointwise = _is_pointwise(weight, stride, padding)
-        # With few channels, libraries can be faster than Triton only if a ReLU follows directly.
+        # With fewer channels, cuBLASLt and cuDNN can be faster than Triton only if a ReLU follows
+        # directly.
         wide = min(weight.meta["val"].shape[:2]) >= _LIBRARY_CHANNELS or (relu and residual is None)
         if pointwise and wide and stride == [1, 1] and not fusion.upsampled:
             return _own.gemm_convolution.default, (*convolution, residual, relu)
@@ -112,7 +114,7 @@ def fuse_blocks(program: ExportedProgram) -> None:
             result.meta = replaced.meta.copy()
             replaced.replace_all_uses_with(result)
             graph.erase_node(replaced)
-    graph.eliminate_dead_code()  # convolutions of shortcuts
+    graph.eliminate_dead_code()  # convolutions of shortcuts that were fused
     graph.lint()
     program.graph_module.recompile()
 
@@ -120,8 +122,8 @@ def fuse_blocks(program: ExportedProgram) -> None:
 def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
     """Return a fused operation and its arguments that replace two convolutions, or None.
 
-    If the block has a convolution in its shortcut, and a kernel supports the combination, the
-    operation also replaces this convolution. None: no operation supports `last` and `first`.
+    If the block of `last` has a convolution in its shortcut, and a kernel supports the combination,
+    the operation also replaces this convolution. None: no operation supports `last` and `first`.
 
     Args:
         last: `gemm_convolution` that ends a residual block and adds the residual.

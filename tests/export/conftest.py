@@ -16,7 +16,7 @@ SIZES = ((96, 160), (70, 160), (96, 33), (50, 50)) * 2
 
 @pytest.fixture(scope="session")
 def smooth_noise() -> tuple[Tensor, Tensor]:
-    """Images [8, 3, 96, 160] uint8 and their sizes."""
+    """Smooth noise images [8, 3, 96, 160] uint8, and heights and widths before padding [8, 2]."""
     coarse = torch.rand(8, 3, 6, 10, generator=torch.Generator().manual_seed(0)) * 255
     images = F.interpolate(coarse, SIZES[0], mode="bilinear").to(torch.uint8)
     return images, torch.tensor(SIZES)
@@ -26,7 +26,7 @@ def smooth_noise() -> tuple[Tensor, Tensor]:
 def strict_checkpoint(
     tiny_checkpoint: Path, shared_folder: Path, smooth_noise: tuple[Tensor, Tensor]
 ) -> Path:
-    """The tiny model with a threshold that leaves some of the smooth images without detections."""
+    """Tiny model with a score threshold at which some of `smooth_noise` have no detections."""
     tiny = load_checkpoint(tiny_checkpoint)
     with torch.inference_mode():
         best = tiny.build_model().detect(*smooth_noise).scores[:, 0].sort().values
@@ -40,6 +40,6 @@ def strict_checkpoint(
 
 @pytest.fixture
 def quick_graphs(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the exporter by one that returns a finished graph."""
+    """Make the ONNX exporter return the graph of `bundle` instead of exporting one."""
     proto = onnx.load(bundle / read_manifest(bundle).artifacts[0].path)
     monkeypatch.setattr("maskrcnn_trt.export.bundle.onnx_from_model", lambda *_: proto)

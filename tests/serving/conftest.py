@@ -40,7 +40,7 @@ def picture() -> Encode:
 
 @pytest.fixture(scope="session")
 def wide_bundle(bundle: Path, shared_folder: Path) -> Path:
-    """The tiny bundle for wide images only, which a worker process loads faster."""
+    """The tiny bundle for wide images only. A worker process loads it faster than `bundle`."""
     from maskrcnn_trt.model.bundle.manifest import read_manifest, write_manifest
 
     def write(path: Path) -> None:
@@ -52,7 +52,7 @@ def wide_bundle(bundle: Path, shared_folder: Path) -> Path:
     return made_once(shared_folder / "wide-bundle", write)
 
 
-# Per module: its background work and log lines would disturb the tests of other modules.
+# One server per module, because its background work and log lines would disturb other modules.
 @pytest.fixture(scope="module")
 def address(bundle: Path) -> Iterator[str]:
     """Address of a running server of the tiny bundle."""

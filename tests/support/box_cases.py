@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _INF, _NAN = float("inf"), float("nan")
-# Empty, inverted, tiny, huge, infinite and undefined boxes [18, 4], and two ordinary ones.
+# Boxes [18, 4]: empty, inverted, tiny, huge, infinite and NaN ones, and two ordinary ones.
 ODD_BOXES = torch.tensor(
     [
         [5, 5, 5, 5],
@@ -32,7 +32,7 @@ ODD_BOXES = torch.tensor(
 
 
 def random_boxes(*shape: int, seed: int = 0) -> Tensor:
-    """Return boxes [*shape, 4] of whole pixels, with many overlaps and some equal IoUs."""
+    """Return boxes [*shape, 4] with integer coordinates, many overlaps and some equal IoUs."""
     generator = torch.Generator().manual_seed(seed)
     corners, sides = (
         torch.randint(0, most, (*shape, 2), generator=generator).float() for most in (150, 60)
@@ -41,7 +41,7 @@ def random_boxes(*shape: int, seed: int = 0) -> Tensor:
 
 
 def iou_by_definition(boxes: Tensor, others: Tensor) -> NDArray[np.float32]:
-    """Return the float32 IoU [G, N] of boxes [G, 4] and [N, 4]; 0 instead of NaN."""
+    """Return the float32 IoU [G, N] of boxes [G, 4] and [N, 4]. It is 0 unless the union is > 0."""
     a, b = boxes.numpy()[:, None], others.numpy()[None]
     with np.errstate(all="ignore"):
         near, far = np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])

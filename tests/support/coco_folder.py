@@ -18,14 +18,14 @@ HEIGHT, WIDTH = 128, 160
 
 
 def write_image(path: Path, height: int, width: int, **options: Any) -> None:
-    """Write an image of smooth noise that depends on the file name."""
+    """Write an image of smooth noise, with the file name as seed."""
     rng = np.random.default_rng([ord(letter) for letter in path.name])
     noise = rng.integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
     Image.fromarray(noise).resize((width, height)).save(path, **options)
 
 
 def annotation(id_: int, image_id: int, **changes: Any) -> dict[str, Any]:
-    """Return a valid annotation of a rectangle, with changes. None removes a key."""
+    """Return a valid annotation of a rectangle, updated by `changes`. None removes the key."""
     valid = {
         "id": id_,
         "image_id": image_id,
@@ -53,9 +53,10 @@ def ring_segmentation(*, compressed: bool) -> dict[str, Any]:
 
 
 def valid_content() -> dict[str, Any]:
-    """Return a valid COCO file.
+    """Return the content of a valid COCO annotation file.
 
-    Images 5, 8, 9 and 11 are landscape, 2 is portrait. Image 9 has only a crowd, 11 no annotation.
+    The images with the IDs 5, 8, 9 and 11 are landscape, image 2 is portrait. Image 9 has only a
+    crowd annotation, image 11 none.
     """
     landscape = {"height": HEIGHT, "width": WIDTH}
     ring = {"bbox": [41, 25, 79, 79], "area": int(ring_mask().sum())}
@@ -80,7 +81,7 @@ def valid_content() -> dict[str, Any]:
 
 
 def write_folder(folder: Path, content: Any) -> DatasetConfig:
-    """Write an annotation file and those of its images that do not exist."""
+    """Write an annotation file, and those of its images that do not exist yet."""
     for image in content["images"]:
         if not (folder / image["file_name"]).exists():
             write_image(folder / image["file_name"], image["height"], image["width"])
@@ -89,7 +90,10 @@ def write_folder(folder: Path, content: Any) -> DatasetConfig:
 
 
 def make_config(dataset: DatasetConfig, **changes: Any) -> TrainConfig:
-    """Return a configuration with inputs of the size of the hand-made images, and whole masks."""
+    """Return a configuration for inputs of the hand-made images' size, with uncropped masks.
+
+    `changes` replace fields of `DataConfig` and `SolverConfig`, `seed` or `mask_crop_size`.
+    """
     solver = {"images_per_batch": 4, "max_iterations": 6, "steps": ()}
     data = {
         "train": dataset,
@@ -111,6 +115,6 @@ def make_config(dataset: DatasetConfig, **changes: Any) -> TrainConfig:
 
 
 def synthetic_config(dataset: DatasetConfig, **changes: Any) -> TrainConfig:
-    """Return a configuration with inputs of the size of the synthetic images."""
+    """Return the result of `make_config`, but for inputs of the size of the synthetic images."""
     sizes = {"min_size": 64, "max_size": 96, "buckets": (ShapeBucket(64, 96), ShapeBucket(96, 64))}
     return make_config(dataset, **{**sizes, **changes})

@@ -1,4 +1,4 @@
-"""Tiny COCO 2017 as on its server: three zip archives by address."""
+"""Tiny copy of the files on COCO's server: the three zip archives of COCO 2017."""
 
 import hashlib
 import io
@@ -19,7 +19,7 @@ _HEIGHT, _WIDTH = 240, 320
 
 
 def zip_of(files: dict[str, bytes]) -> bytes:
-    """Return an uncompressed zip archive, as COCO's are."""
+    """Return an uncompressed zip archive, like those of COCO."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, content in files.items():
@@ -38,7 +38,7 @@ def instances(names: list[str]) -> dict[str, Any]:
 
 
 def mirror_files(scratch: Path) -> dict[str, bytes]:
-    """Return the archives by address.
+    """Return the archives by their path on the server.
 
     Args:
         scratch: An existing folder for temporary image files.
@@ -56,7 +56,7 @@ def mirror_files(scratch: Path) -> dict[str, bytes]:
 
 
 def write_checksums(path: Path, files: dict[str, bytes]) -> Path:
-    """Write the output of `md5sum` for the archives."""
+    """Write the archives' MD5 checksums to a file, in the format of `md5sum`. Return its path."""
     lines = (
         f"{hashlib.md5(content).hexdigest()}  {address.rpartition('/')[2]}\n"
         for address, content in files.items()

@@ -10,14 +10,14 @@ from maskrcnn_trt import cli
 
 
 def invoke(command: click.Command, *words: object) -> Result:
-    """Run a command with words that are converted to text."""
+    """Run a click command with the arguments `words`, converted to strings."""
     return CliRunner().invoke(command, [str(word) for word in words])
 
 
 def run_main(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str
 ) -> tuple[object, str, str]:
-    """Return exit code, standard output and standard error of a command line."""
+    """Run `maskrcnn` with arguments. Return exit code, standard output and standard error."""
     monkeypatch.setattr(sys, "argv", ["maskrcnn", *args])
     with pytest.raises(SystemExit) as end:
         cli.main()

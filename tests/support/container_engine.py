@@ -1,4 +1,4 @@
-"""Container engine that builds the Dockerfile and runs programs in the image: docker or buildah."""
+"""Builds of the Dockerfile by docker or buildah, and commands that run programs in the image."""
 
 import contextlib
 import json
@@ -14,10 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 _TAG = "localhost/maskrcnn-trt:test"
 _BASE = "docker.io/library/python:3.12-slim"
-# Less than the time limit of a test, so that a slow build fails with its output.
+# Time limit of a build in seconds. It is less than the time limit of a test, so that the error of a
+# slow build contains the build's output.
 _BUILD_S = 540
 
-# Runs "$@" in the root file system $1 as docker does with the options of `_Docker.command`.
+# Shell script with the arguments ROOT BUNDLE COMMAND...: run COMMAND in the root file system ROOT,
+# as docker does with the options of `Docker.command`.
 _CHROOT = """
 set -e
 root=$1 bundle=$2
@@ -46,7 +48,7 @@ def _succeeds(*command: str) -> bool:
 
 
 class Docker:
-    """Image that a Docker engine has built."""
+    """Image that Docker has built."""
 
     def __init__(self, target: str, extras: str) -> None:
         arguments = ("--target", target, "--build-arg", f"EXTRAS={extras}", "--tag", _TAG, ".")
@@ -73,10 +75,11 @@ class Docker:
 
 
 class Buildah:
-    """Image that buildah has built without a container engine, and its mounted file system."""
+    """Image that buildah has built, and its mounted file system. This requires no Docker engine."""
 
     def __init__(self, target: str, extras: str) -> None:
-        # OCI images have no health check. The build uses the CA that pip uses on this machine.
+        # Build in Docker's format, because OCI images have no health check. Let pip use the same CA
+        # certificate in the build as on this machine.
         options = ["--isolation", "chroot", "--network", "host", "--format", "docker"]
         if certificate := os.environ.get("PIP_CERT"):
             options += [
@@ -87,7 +90,7 @@ class Buildah:
         _output_of("buildah", "bud", *options, *arguments)
         self._container = _output_of("buildah", "from", _TAG).strip()
         self._root = Path(_output_of("buildah", "mount", self._container).strip())
-        (self._root / "bundle").mkdir()  # Docker creates it
+        (self._root / "bundle").mkdir()  # docker creates this mount point itself
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -109,11 +112,13 @@ class Buildah:
 
 @contextlib.contextmanager
 def built_image(target: str, extras: str = "") -> Iterator[Docker | Buildah]:
-    """Build an image of the Dockerfile, and remove it afterwards. Skip without an engine.
+    """Context manager: build an image from the Dockerfile, and remove it afterwards.
+
+    Skip the test if neither docker nor buildah can be used.
 
     Args:
-        target: `serving` or `training`.
-        extras: Extras of the serving image.
+        target: `serving` or `training`, a stage of the Dockerfile.
+        extras: Extras of the package that the serving image gets.
     """
     image: Docker | Buildah
     if shutil.which("docker") and _succeeds("docker", "info"):

@@ -9,11 +9,12 @@ import pytest
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
-# The index of a GPU is its PCI bus. CUDA finds $GPUS of them, or those in $CUDA_VISIBLE_DEVICES.
-# GPU memory is host memory, of which there is 1 GiB. Work in streams is done at once, but an event
-# is not ready at its first query. Streams, events, graphs and pinned memory take GPU memory too, so
-# that none can be lost unnoticed. Functions fail if the GPU is not current in the thread. Graphs
-# hold copies only, and one stream at a time is captured.
+# C source of the CUDA stub. The index of a GPU is its PCI bus. CUDA finds $GPUS GPUs, or those in
+# $CUDA_VISIBLE_DEVICES. GPU memory is host memory, of which there is 1 GiB. Work in streams is done
+# at once, but an event is not ready at its first query. Streams, events, graphs and pinned memory
+# take GPU memory too, so that a test notices if one is not freed. Functions that use a GPU fail if
+# none is current in the calling thread. Graphs can contain only copies, and only one stream at a
+# time can be captured.
 _CUDA = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -155,8 +156,9 @@ int cuDeviceGetPCIBusId(char *id, int size, int gpu) {
     return 0;
 }
 """
-# Each query of a GPU's energy adds 1.5 J. The second GPU does not support power queries, and the
-# third is lost. While the file NO_DRIVER exists, the driver is not loaded.
+# C source of the NVML stub. Each query of a GPU's energy adds 1.5 J. The second GPU does not
+# support power queries, and all further GPUs are lost. If the file $NO_DRIVER exists,
+# initialization fails because the driver is not loaded, and the energies restart at 0.
 _NVML = """
 #include <stdio.h>
 #include <stdlib.h>
@@ -207,7 +209,7 @@ int nvmlDeviceGetTotalEnergyConsumption(void *gpu, u64 *energy) {
 
 
 def stubbed_driver(folder: Path, gpus: int) -> dict[str, str]:
-    """Build the stubs unless they exist, and return an environment of processes that use them.
+    """Build the stubs unless they exist. Return the environment of a process that uses them.
 
     Args:
         folder: Folder for the libraries.

@@ -1,4 +1,4 @@
-"""Exported graph whose custom nodes are executed outside of ONNX Runtime."""
+"""Exported model whose custom nodes are executed outside of ONNX Runtime."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,12 +19,13 @@ from torch import Tensor
 
 from maskrcnn_trt.model.bundle.spec import INPUT_NAMES, OPSET_DOMAIN, OUTPUT_NAMES
 
-# Function from a custom node, its attributes and inputs to its output.
+# Function that executes a custom node. It takes the node, its attributes by name and its inputs,
+# and returns its output.
 Execute = Callable[[onnx.NodeProto, dict[str, Any], list[Tensor]], Tensor]
 
 
 class EmulatedEngine:
-    """ONNX graph that is cut at its custom nodes."""
+    """ONNX model in which a function executes the custom nodes, and ONNX Runtime all others."""
 
     def __init__(self, model: onnx.ModelProto, execute: Execute) -> None:
         self._model, self._execute = model, execute
@@ -32,7 +33,7 @@ class EmulatedEngine:
         self._sessions: dict[tuple[str, ...], onnxruntime.InferenceSession] = {}
 
     def infer(self, images: NDArray[Any], image_sizes: NDArray[Any]) -> list[NDArray[Any]]:
-        """Return the outputs, in the order of `OUTPUT_NAMES`."""
+        """Run the model. Return its outputs in the order of `OUTPUT_NAMES`."""
         known = dict(zip(INPUT_NAMES, (images, image_sizes), strict=True))
         for node in self._custom:
             self._compute(node.input, known)
@@ -43,7 +44,10 @@ class EmulatedEngine:
         return [known[name] for name in OUTPUT_NAMES]
 
     def _compute(self, names: Iterable[str], known: dict[str, NDArray[Any]]) -> None:
-        """Add tensors to the known ones."""
+        """Compute those tensors of `names` that `known` lacks, and add them to `known`.
+
+        No custom node may be between the known tensors and these tensors.
+        """
         missing = tuple(name for name in dict.fromkeys(names) if name not in known)
         if not missing:
             return
@@ -64,7 +68,7 @@ class EmulatedEngine:
 def _part_of(
     model: onnx.ModelProto, wanted: Sequence[str], known: Mapping[str, NDArray[Any]]
 ) -> onnx.ModelProto:
-    """Return the part of a model that computes tensors from known ones."""
+    """Return the part of a model that computes the tensors `wanted` from the tensors `known`."""
     needed, nodes = set(wanted), []
     for node in reversed(model.graph.node):
         if needed.intersection(node.output).difference(known):
@@ -96,10 +100,10 @@ def _names_read_by(node: onnx.NodeProto) -> set[str]:
 
 
 class PluginExecutor:
-    """Execution of custom nodes by the kernels of their plugins, in one process.
+    """Function of type `Execute` that runs a custom node with the CUDA kernel of its plugin.
 
-    Maps and pooled features are channels-last: fp32 in HWC, fp16 in HWC8. Each node is captured
-    once, for all batches.
+    Feature maps and pooled features are channels-last: fp32 in HWC, fp16 in HWC8. The kernel is
+    loaded when its node first runs, and used for all later batches.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""TensorRT whose engines copy inputs to outputs on the GPU, and fail on request.
+"""Fake of the module `tensorrt`. Its engines copy inputs to outputs on the GPU or fail on request.
 
-An image's bytes become those of its masks, by way of the scratch memory, and its first ones those
-of boxes, scores and labels. Its height becomes the number of detections.
+For each image, each of the outputs `boxes`, `scores`, `labels` and `masks` is a copy of the image's
+first bytes, by way of the scratch memory. `num_detections` is the image's height.
 """
 
 import gc
@@ -27,7 +27,7 @@ from maskrcnn_trt.model.bundle.manifest import (
 )
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 
-# Both have as many pixels.
+# Input sizes of the fake engines. Both have the same number of pixels.
 BUCKETS = (ShapeBucket(32, 32), ShapeBucket(16, 64))
 PROFILES = (BatchProfile(min=1, opt=1, max=1), BatchProfile(min=2, opt=8, max=8))
 SCRATCH = 64 << 20
@@ -42,7 +42,7 @@ _OUTPUTS: dict[str, tuple[tuple[int, ...], Any]] = {
 
 
 class FakeTensorRT(ModuleType):
-    """Module `tensorrt`."""
+    """Fake of the module `tensorrt`."""
 
     ILogger = object
     ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user")
@@ -51,11 +51,11 @@ class FakeTensorRT(ModuleType):
         super().__init__("tensorrt")
         self.__version__ = "11.4.0"
         self.__spec__ = ModuleSpec("tensorrt", None)  # torch looks for it
-        # Functions that fail: they return None or False, and log an error. `capture`: computation
-        # in a stream that is captured.
+        # Names of functions that fail. They log an error, and return None or False, or raise.
+        # `capture`: `execute_async_v3` fails if its stream is being captured.
         self.faults: set[str] = set()
         self.scratch = SCRATCH
-        # Engines and contexts that are not released.
+        # Engines and contexts that are still referenced.
         self.live: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def Runtime(self, logger: Any) -> Any:  # noqa: N802
@@ -85,7 +85,7 @@ class FakeTensorRT(ModuleType):
 
 
 class FakeEngine:
-    """`ICudaEngine` for images of one size."""
+    """Fake of `ICudaEngine`, for one input size."""
 
     def __init__(self, trt: FakeTensorRT, bucket: tuple[int, int]) -> None:
         self.trt = trt
@@ -106,14 +106,14 @@ class FakeEngine:
 
 
 class FakeContext:
-    """`IExecutionContext`."""
+    """Fake of `IExecutionContext`."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine
         self._profile = 0
         self._addresses: dict[str, int] = {}
         self._scratch = self._batch = 0
-        # Batch size of each computation that was queued, captured ones included.
+        # Batch sizes of the queued and the captured computations, in order.
         self.computed: list[int] = []
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
@@ -159,14 +159,14 @@ class FakeContext:
 def expected_outputs(
     images: NDArray[np.uint8], image_sizes: NDArray[np.int64]
 ) -> dict[str, NDArray[Any]]:
-    """Return the bytes [B, N] of each output."""
+    """Return the outputs of a fake engine by name, as bytes [B, N]."""
     flat = images.reshape(len(images), -1)
     heads = {name: flat[:, : _bytes_of(name)] for name in ("boxes", "scores", "labels", "masks")}
     return heads | {"num_detections": image_sizes[:, :1].copy().view(np.uint8)}
 
 
 def fake_bundle(folder: Path) -> Manifest:
-    """Write plans for `BUCKETS` to a folder, and return the manifest."""
+    """Write a fake plan for each of `BUCKETS` to a folder. Return a manifest that lists them."""
     build = EngineBuild(
         runtime_version="11.4.0",
         compute_capabilities=("9.0",),
@@ -211,7 +211,7 @@ def fake_bundle(folder: Path) -> Manifest:
 
 
 def contexts_of(trt: FakeTensorRT) -> list[FakeContext]:
-    """Return the contexts that are not released."""
+    """Return the contexts that are still referenced after a garbage collection."""
     gc.collect()
     return [made for made in trt.live if isinstance(made, FakeContext)]
 

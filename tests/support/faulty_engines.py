@@ -1,4 +1,4 @@
-"""Engine whose items are functions to call, for worker processes that import this module."""
+"""Engine that calls functions chosen by a test, for worker processes that import this module."""
 
 import gc
 import logging
@@ -19,7 +19,10 @@ Action = Callable[[], Any]
 
 
 class ActionEngine:
-    """Engine, and its own loader. Items are functions without arguments to call."""
+    """Engine that calls the items of a batch, which are functions without arguments.
+
+    The object is also the engine's loader.
+    """
 
     def __init__(
         self, on_load: Action = os.getpid, concurrency: int = 1, saturating_batches: int = 0
@@ -67,7 +70,7 @@ def hang() -> None:
 
 
 def hang_at_second(calls: Path) -> None:
-    """Hang in the second call, which is counted in a file."""
+    """Hang in the second call. The size of the file `calls` is the number of calls."""
     with calls.open("ab") as file:
         file.write(b".")
     if calls.stat().st_size == 2:
@@ -86,7 +89,7 @@ def thread_cores() -> set[int]:
 
 
 def meet(own: Path, other: Path) -> int:
-    """Wait for another call that runs at the same time, and return the process's ID."""
+    """Create the file `own`, and wait until another call creates `other`. Return the process ID."""
     own.touch()
     while not other.exists():
         time.sleep(0.01)

@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault of a response."""
+    """Fault that the server injects into a response. By default, there is none."""
 
-    # Respond with this status only.
+    # Respond with this status and without the file.
     status: int | None = None
     # Close the connection after this number of body bytes.
     cut_after: int | None = None
@@ -21,7 +21,7 @@ class Fault:
     silent_after: int | None = None
     # Send one byte every few milliseconds.
     trickle: bool = False
-    # Claim this file size.
+    # Claim this file size, in bytes, in the headers. None: the true size.
     announced: int | None = None
 
 
@@ -32,7 +32,7 @@ class Site:
     files: dict[str, bytes]
     # Faults of the next responses, in order.
     faults: list[Fault] = field(default_factory=list)
-    # Fault of all later responses.
+    # Fault of all responses after these.
     always: Fault = field(default_factory=Fault)
     # Support the header Range.
     ranges: bool = True
@@ -104,7 +104,8 @@ def _send(handler: BaseHTTPRequestHandler, site: Site, fault: Fault, body: bytes
     step = 1 if fault.trickle else 4096
     for first in range(0, min(end, len(body)), step):
         piece = body[first : min(first + step, end)]
-        # Before they are sent, as the client may be done with them before this thread continues.
+        # Count the bytes before sending them, because the client may receive them and check the
+        # count before this thread continues.
         site.bytes_sent += len(piece)
         try:
             handler.wfile.write(piece)

@@ -1,6 +1,6 @@
-"""Model states converted to the names and layouts of other implementations.
+"""Conversion of state dicts to the names and layouts of other implementations.
 
-Each function implements the documented names of one implementation, independently of the package.
+Each conversion follows the documented names of one implementation, independently of the package.
 """
 
 import re
@@ -15,7 +15,11 @@ State = dict[str, Tensor]
 
 
 def random_state(config: ModelConfig, *, background_rows: bool = True) -> State:
-    """Return a model's state with random values; without `background_rows`, unread rows are 0."""
+    """Return a state dict of random values for a model.
+
+    If `background_rows` is False, weights and biases of the background class in box deltas and mask
+    logits, which the model does not read, are 0.
+    """
     with torch.device("meta"):
         names = MaskRCNN(config).state_dict()
     generator = torch.Generator().manual_seed(0)
@@ -38,7 +42,11 @@ def _bgr(state: State) -> State:
 
 
 def detectron2(state: State, *, pyramid: bool) -> State:
-    """Convert to detectron2: BGR, background last in scores and absent in boxes and masks."""
+    """Convert a state dict to detectron2. `pyramid`: whether the backbone has a feature pyramid.
+
+    Input channels are in the order BGR. The background class is the last one in the scores, and
+    absent in box deltas and masks.
+    """
     theirs = {_detectron2_name(name, pyramid): tensor for name, tensor in _bgr(state).items()}
     if "rpn.head.conv.1.0.weight" in state:
         theirs = {
@@ -84,7 +92,10 @@ def _detectron2_name(name: str, pyramid: bool) -> str:
 
 
 def maskrcnn_benchmark(state: State) -> State:
-    """Convert to maskrcnn-benchmark: BGR; a fifth stage shared by both heads appears twice."""
+    """Convert a state dict to maskrcnn-benchmark, with input channels in the order BGR.
+
+    If both heads share the ResNet's fifth stage, the result contains it twice, once per head.
+    """
     theirs = {}
     for ours, tensor in _bgr(state).items():
         name = re.sub(r"body\.(conv1|bn1)", r"body.stem.\1", ours)
@@ -113,7 +124,10 @@ def maskrcnn_benchmark(state: State) -> State:
 
 
 def caffe2(state: State, *, merged: bool) -> State:
-    """Convert to Caffe2: BGR, underscores; if `merged`, batch norms are mere scale and shift."""
+    """Convert a state dict to Caffe2, with input channels in the order BGR.
+
+    If `merged` is set, batch norms have only scale and shift, and no running statistics.
+    """
     pyramid = "backbone.fpn.inner_blocks.0.0.weight" in state
     last = "23" if any("layer3.22." in name for name in state) else "6"
     sums = {0: "2", 1: "3", 2: str(int(last) - 1), 3: "2"}
@@ -161,7 +175,7 @@ def caffe2(state: State, *, merged: bool) -> State:
 
 
 def torchvision_before_0_13(state: State) -> State:
-    """Convert to torchvision before 0.13, in which some names were shorter."""
+    """Convert a state dict to torchvision before 0.13, in which some names were different."""
     theirs = {}
     for ours, tensor in state.items():
         name = re.sub(r"(inner_blocks|layer_blocks)\.(\d)\.0", r"\1.\2", ours)

@@ -16,7 +16,7 @@ from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
 
 
 class Gate:
-    """Gate that is open at first."""
+    """Gate in front of an engine. While it is closed, batches wait. At first, it is open."""
 
     def __init__(self, folder: Path) -> None:
         self._closed = folder / "closed"
@@ -30,7 +30,7 @@ class Gate:
         self._closed.touch()
 
     def break_with(self, fault: BaseException | None) -> None:
-        """Raise an error in all further batches. None: stop raising."""
+        """Make all further batches raise an error. None: let them succeed again."""
         self._fault.write_bytes(pickle.dumps(fault))
 
     @property

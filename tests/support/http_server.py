@@ -1,4 +1,4 @@
-"""Server with HTTP in the test process, and raw connections to it."""
+"""Server with gRPC and HTTP in the test process, and raw connections to its HTTP port."""
 
 import contextlib
 import socket
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 from in_process_server import served_in_thread
 
-# Begin of a request with an image, and of one in chunks from a client with the token `user`.
+# First lines of a detection request, and of one with the token `user` and a chunked body.
 HEAD = b"POST /v1/detect HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = HEAD + b"Authorization: Bearer user\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -17,7 +17,7 @@ CHUNKED = HEAD + b"Authorization: Bearer user\r\nTransfer-Encoding: chunked\r\n\
 class HttpAddress(NamedTuple):
     """Addresses of a running server."""
 
-    # Of gRPC.
+    # Address of gRPC, as `host:port`.
     grpc: str
     # Host and port of HTTP.
     http: tuple[str, int]
@@ -46,7 +46,7 @@ def connect(address: HttpAddress) -> socket.socket:
 
 
 def response_of(connection: socket.socket) -> bytes:
-    """Return all bytes until the server closes the connection. A reset counts as its end."""
+    """Return all bytes that the server sends until it closes or resets the connection."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(1 << 16):

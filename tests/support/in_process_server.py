@@ -21,7 +21,7 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 @contextlib.asynccontextmanager
 async def served(bundle: Path, **settings: Any) -> AsyncIterator[str]:
-    """Serve a bundle on a free port, by default without delays. Yields the address."""
+    """Serve a bundle on a free port, and yield the address. By default, all delays are 0."""
     settings = {"max_delay_ms": 0, "drain_delay_s": 0, "stop_grace_s": 0} | settings
     async with detection_server(bundle, ServeConfig(port=0, **settings)) as address:
         yield address

@@ -12,13 +12,13 @@ from pycocotools import mask as coco_mask
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.data.coco.segmentation_masks import mask_from_segmentation
 
-# In alphabetical order, as LabelMe files do not define one.
+# Class names, in alphabetical order, because LabelMe files do not define an order.
 NAMES = ("bolt", "gear", "nut", "washer")
 HEIGHT, WIDTH = 72, 96
 
 
 class Scene(NamedTuple):
-    """Image file with the outlines of its objects."""
+    """Description of an image file: its name and size, and the outlines of its objects."""
 
     name: str
     height: int
@@ -28,7 +28,10 @@ class Scene(NamedTuple):
 
 
 def draw_scenes(count: int, seed: int = 0) -> list[Scene]:
-    """Return scenes with one to three objects. Every third is portrait, the last is empty."""
+    """Return scenes with one to three objects. Every third scene is portrait.
+
+    If there are more than two scenes, the last one has no objects.
+    """
     rng = np.random.default_rng(seed)
     scenes = []
     for number in range(count):
@@ -101,7 +104,7 @@ def write_coco(folder: Path, train: Sequence[Scene], val: Sequence[Scene]) -> No
 
 
 def write_roboflow(folder: Path, train: Sequence[Scene], val: Sequence[Scene]) -> None:
-    """Roboflow adds a category with id 0 that no annotation has."""
+    """Write a data set as Roboflow does, with a category of ID 0 that no annotation has."""
     for split, scenes in (("train", train), ("valid", val)):
         save_images(folder / split, scenes)
         content = coco_content(scenes)
@@ -112,7 +115,7 @@ def write_roboflow(folder: Path, train: Sequence[Scene], val: Sequence[Scene]) -
 
 
 def write_cvat(folder: Path, train: Sequence[Scene], val: Sequence[Scene]) -> None:
-    """A task without subsets: all images are in one split."""
+    """Write a data set as CVAT exports a task without subsets: all images are in one split."""
     scenes = [*train, *val]
     save_images(folder / "images" / "train", scenes)
     write_json(folder / "annotations" / "instances_default.json", coco_content(scenes))
@@ -138,7 +141,10 @@ def write_labelme(folder: Path, train: Sequence[Scene], val: Sequence[Scene]) ->
 
 
 def write_yolo(folder: Path, train: Sequence[Scene], val: Sequence[Scene]) -> None:
-    """Write the paths as Roboflow does, relative to a folder that does not exist."""
+    """Write a data set in YOLO's layout.
+
+    As in Roboflow's exports, paths in `data.yaml` are relative to a folder that does not exist.
+    """
     for split, scenes in (("train", train), ("valid", val)):
         save_images(folder / split / "images", scenes)
         (folder / split / "labels").mkdir()
@@ -165,7 +171,7 @@ WRITERS: dict[str, Callable[[Path, Sequence[Scene], Sequence[Scene]], None]] = {
 
 
 def assert_same(dataset: CocoDataset, scenes: list[Scene]) -> None:
-    """Compare sizes, classes and masks with the scenes."""
+    """Check that a data set has the images, classes, masks and boxes of the scenes."""
     names = [category.name for category in dataset.categories]
     assert {r.path.name for r in dataset.records} == {scene.name for scene in scenes}
     by_name = {scene.name: scene for scene in scenes}

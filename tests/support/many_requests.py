@@ -1,4 +1,4 @@
-"""Runs of `detect_many` by both clients, until they end or raise."""
+"""Runs of `detect_many` with the sync and the async client, until they end or raise."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -48,7 +48,7 @@ def _run(
     into: list[Any] | None = None,
     **options: Any,
 ) -> Run:
-    """Detect in images, and append the outcomes to `into` while they arrive."""
+    """Run `detect_many` on images, and append each outcome to `into` when it arrives."""
     outcomes = [] if into is None else into
     try:
         detect_many(outcomes.append, address, images, concurrency, **options)
@@ -57,7 +57,7 @@ def _run(
     return Run(outcomes, None)
 
 
-# Runs a test with `run` by the sync and by the async client.
+# Decorator that runs a test with the sync and with the async client, as its argument `run`.
 both_runs = pytest.mark.parametrize(
     "run", [partial(_run, _detect_many), partial(_run, _detect_many_async)], ids=["sync", "async"]
 )

@@ -22,7 +22,10 @@ def no_free_files() -> Iterator[None]:
 
 @contextlib.contextmanager
 def connected_without_free_files(host: str, port: int, count: int = 3) -> Iterator[None]:
-    """Connect to a port of this process, which has no free file descriptor within the context."""
+    """Open `count` connections to a port of this process.
+
+    Within the context, the process has no free file descriptor with which to accept them.
+    """
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(socket.socket()) for _ in range(count)]
         stack.enter_context(no_free_files())

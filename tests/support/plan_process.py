@@ -1,6 +1,7 @@
 """Run a TensorRT plan without this package: `plan_process.py PLAN INPUTS OUTPUT`.
 
-INPUTS is a file of tensors by name. The engine's only output is written to OUTPUT.
+INPUTS is a file of `torch.save` with a dict of input tensors by name. The engine's only output is
+saved to OUTPUT.
 """
 
 import sys

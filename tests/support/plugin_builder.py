@@ -1,8 +1,8 @@
-"""Stub of TensorRT's builder, which calls plugins in the order of the real one.
+"""Stub of TensorRT's builder. It calls the methods of a plugin in the same order as TensorRT.
 
-Only TensorRT's C++ side can create symbolic sizes. The stub's sizes are trees of the operations
-that a plugin applies to them, to be evaluated for any shapes of the inputs. Axes of size -1 are
-dynamic.
+A symbolic size is an expression for the size of an axis. Only TensorRT's C++ code can create real
+ones. The stub's symbolic sizes record the operations that a plugin applies to them, and can be
+evaluated for any shapes of the inputs. Axes of size -1 are dynamic.
 """
 
 import ctypes
@@ -27,18 +27,18 @@ def evaluated(sizes: Iterable[Any], shapes: Sequence[Shape]) -> tuple[int, ...]:
 
 
 class PluginKernel(NamedTuple):
-    """Kernel of a plugin, and its launch as symbolic sizes."""
+    """Kernel of a plugin, and its launch parameters as symbolic sizes."""
 
     entry: str
     ptx: bytes
     grid: tuple[Any, ...]
     block: tuple[Any, ...]
     scalars: tuple[Any, ...]
-    # Integer type of each scalar.
+    # Integer type of `ctypes` for each scalar.
     scalar_types: tuple[Any, ...]
 
     def launch(self, shapes: Sequence[Shape]) -> Launch:
-        """Return the launch for the shapes of the inputs."""
+        """Return the launch parameters for the shapes of the inputs."""
         return Launch(
             *(evaluated(sizes, shapes) for sizes in (self.grid, self.block, self.scalars))
         )
@@ -47,9 +47,12 @@ class PluginKernel(NamedTuple):
 def builder_of_plugin(
     trt: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, attributes: dict[str, Any]
 ) -> "Builder":
-    """Return a stub builder for one plugin, created from int32 and float32 as by the parser."""
+    """Return a stub builder for one plugin.
 
-    # The bindings accept objects of their own classes only.
+    The plugin is created as by TensorRT's ONNX parser, with int32 and float32 attributes.
+    """
+
+    # TensorRT's bindings accept only instances of their own classes, so derive from these.
     class Size(trt.Dims):  # type: ignore[misc, name-defined]
         def __init__(self, evaluate: Callable[[Sequence[Shape]], int], constant: bool) -> None:
             super().__init__()
@@ -95,7 +98,7 @@ def _plugin(trt: ModuleType, name: str, attributes: dict[str, Any]) -> Any:
 
 
 class _Scalars(dict[int, Any]):
-    """Scalars of a kernel, filled by the plugin."""
+    """Scalar arguments of a kernel, which the plugin sets."""
 
     nbSymExprs = 0  # noqa: N815
 
@@ -107,7 +110,7 @@ class Builder:
         self._trt, self._size, self._plugin = trt, size, plugin
 
     def output(self, types: Sequence[Any], shapes: Sequence[Shape]) -> tuple[Any, tuple[Any, ...]]:
-        """Return type and symbolic sizes of the output for those of the inputs."""
+        """Return the output's type and symbolic sizes, for the types and shapes of the inputs."""
         (output_type,) = self._plugin.get_output_data_types(list(types), [len(s) for s in shapes])
         exprs = [
             [self._input_size(tensor, axis, side) for axis, side in enumerate(shape)]
@@ -119,7 +122,7 @@ class Builder:
     def combinations(
         self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]]
     ) -> set[tuple[tuple[Any, ...], tuple[str, ...]]]:
-        """Return supported combinations of types and format names; the output comes last."""
+        """Return supported types and format names of the tensors. The output is the last tensor."""
         found = self._plugin.get_supported_format_combinations(
             self._tensors(types, shapes, ["LINEAR"] * len(types)), len(types) - 1
         )
@@ -129,7 +132,7 @@ class Builder:
     def kernel(
         self, types: Sequence[Any], shapes: Sequence[Shape], formats: Sequence[str]
     ) -> PluginKernel:
-        """Return the kernel; arguments include the output, last."""
+        """Return the kernel for types, shapes and formats of tensors. The last is the output."""
         tensors, inputs = self._tensors(types, shapes, formats), len(types) - 1
         self._plugin.configure_plugin(tensors[:inputs], tensors[inputs:])
         self._plugin.set_tactic(0)

@@ -1,4 +1,4 @@
-"""Execution of a plugin's kernel as by TensorRT: its PTX, loaded and launched by CUDA's driver."""
+"""Execution of a plugin's kernel as TensorRT does it: CUDA's driver loads and launches its PTX."""
 
 import ctypes
 import math
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from maskrcnn_trt.plugins.tensorrt.plugins import register_plugins
 
-# Bytes before and after a tensor.
+# Size in bytes of each of the two guard zones, before and after a tensor.
 _GUARD = 4096
-# NaN in floating-point tensors, -1 in int32.
+# Byte that fills guard zones and unwritten outputs. It reads as NaN, and as -1 in int32.
 _POISON = 0xFF
 
 
@@ -38,14 +38,14 @@ def captured_plugin(
     pooled_format: str,
     architecture: int,
 ) -> CapturedPlugin:
-    """Capture a plugin with dynamic batches, RoIs and sizes of maps.
+    """Return a plugin's kernel for dynamic batch sizes, numbers of RoIs and sizes of feature maps.
 
     Args:
         name: name of the plugin.
         attributes: its attributes.
-        inputs: tensors of which types and other sizes are taken.
-        map_format: `LINEAR`, `HWC` or `HWC8`, format of the maps.
-        pooled_format: format of pooled features.
+        inputs: example inputs, which determine the types and all other sizes.
+        map_format: `LINEAR`, `HWC` or `HWC8`, format of feature maps. Used for RoIAlign only.
+        pooled_format: format of pooled features. Used for RoIAlign only.
         architecture: compute capability times ten.
     """
     trt = load_tensorrt()
@@ -79,7 +79,7 @@ def captured_plugin(
 
 
 class GuardedTensor:
-    """Poisoned tensor between two guard zones, which kernels must leave alone."""
+    """Tensor between two guard zones, which kernels must not change. At first, all is `_POISON`."""
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: str, guard: int = _GUARD
@@ -102,9 +102,10 @@ class GuardedTensor:
 def guarded(
     tensor: Tensor, device: str, *, channels_last: bool, guard: int = _GUARD
 ) -> GuardedTensor:
-    """Copy a tensor; `channels_last` maps [B, C, H, W] are in TensorRT's format HWC or HWC8.
+    """Copy a tensor to a device, between guard zones.
 
-    For HWC8, C must be a multiple of eight, which needs no padding.
+    `channels_last`: convert feature maps [B, C, H, W] to TensorRT's format HWC or HWC8. For HWC8, C
+    must be a multiple of eight, because no channels are added as padding.
     """
     copied = tensor.movedim(1, -1) if channels_last else tensor
     held = GuardedTensor(copied.shape, copied.dtype, device, guard)
@@ -125,7 +126,7 @@ def packed_arguments(
 
 
 class LoadedKernel:
-    """Kernel of a plugin on the GPU, whose context must be current."""
+    """Kernel of a plugin, loaded onto the GPU. The GPU's context must be current."""
 
     def __init__(self, kernel: PluginKernel) -> None:
         """Load the PTX."""
@@ -151,11 +152,11 @@ class LoadedKernel:
         output: GuardedTensor,
         stream: int,
     ) -> None:
-        """Queue the kernel.
+        """Queue the kernel in a stream.
 
         Args:
             inputs: inputs in the format of the kernel.
-            shapes: shapes of the inputs as TensorRT's network has them, whatever their format.
+            shapes: shapes of the inputs in TensorRT's network: [B, C, H, W] for maps of any format.
             output: the output.
             stream: handle of the CUDA stream.
         """
@@ -179,7 +180,7 @@ def channels_last(shape: Shape) -> Shape:
 
 
 def executed(plugin: CapturedPlugin, kernel: LoadedKernel, inputs: Sequence[Tensor]) -> Tensor:
-    """Run a kernel once between guard zones, and return its output on the GPU."""
+    """Run a kernel once, check that it writes nothing out of bounds, and return its GPU output."""
     shapes = [tuple(tensor.shape) for tensor in inputs]
     is_last, output_is_last = plugin.map_format != "LINEAR", plugin.pooled_format != "LINEAR"
     held = [

@@ -1,4 +1,4 @@
-"""Pyramids, RoIs, modes and callers shared by the tests of `pyramid_roi_align`."""
+"""Feature pyramids, RoIs, modes and implementations, shared by tests of `pyramid_roi_align`."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -91,7 +91,7 @@ def pyramid(batch: int, dtype: torch.dtype = torch.float32, channels: int = 12) 
 
 
 def random_rois(batch: int, count: int) -> Tensor:
-    """Return RoIs of all levels, many of which cross a border."""
+    """Return RoIs [batch, count, 4] of all pyramid levels. Many cross a border of the image."""
     generator = torch.Generator().manual_seed(count)
     size = torch.tensor([WIDTH, HEIGHT])
     centers = torch.rand(batch, count, 2, generator=generator) * size
@@ -123,7 +123,7 @@ ROIS: dict[str, Tensor] = {
     "whole image": torch.tensor([[[0, 0, WIDTH, HEIGHT]]]).float(),
 }
 
-# Variants of the torch operation, each a `Pool`.
+# Functions of type `Pool` that run the torch operation on each device and in each memory format.
 IMPLEMENTATIONS = [
     pytest.param(pool_by_torch, id="torch-cpu"),
     pytest.param(pool_channels_last, id="torch-cpu-channels-last"),

@@ -27,7 +27,10 @@ def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> b
 
 
 def call(stream: int, method: str = DETECT, metadata: Mapping[str, bytes] | None = None) -> bytes:
-    """Return the HEADERS frame of a call; `stream` is odd and above those used before."""
+    """Return the HEADERS frame that begins a gRPC call.
+
+    The number `stream` must be odd, and greater than those used before on the connection.
+    """
     fields = {
         ":method": b"POST",
         ":scheme": b"http",
@@ -45,7 +48,7 @@ def call(stream: int, method: str = DETECT, metadata: Mapping[str, bytes] | None
 
 
 def message(stream: int, request: Message) -> bytes:
-    """Return the DATA frames of a request."""
+    """Return the DATA frames that contain a request message."""
     body = request.SerializeToString()
     data = b"\0" + len(body).to_bytes(4) + body
     parts = [data[at : at + _LARGEST_FRAME] for at in range(0, len(data), _LARGEST_FRAME)]
@@ -53,12 +56,12 @@ def message(stream: int, request: Message) -> bytes:
 
 
 def incomplete_message(stream: int) -> bytes:
-    """Return the first bytes of a request of 1 MiB."""
+    """Return a DATA frame with the first bytes of a request message of 1 MiB."""
     return frame(DATA, 0, stream, b"\0" + (1 << 20).to_bytes(4) + b"begun")
 
 
 def connect(address: str, settings: bytes = b"") -> socket.socket:
-    """Open a connection and complete the HTTP/2 handshake."""
+    """Open a connection and send the client's part of the HTTP/2 handshake."""
     connection = open_socket(address)
     connection.sendall(PREFACE + frame(SETTINGS, payload=settings) + frame(SETTINGS, ACK))
     return connection
@@ -87,7 +90,10 @@ def is_closed(connection: socket.socket) -> bool:
 def frames_until(
     connection: socket.socket, kind: int, count: int = 1
 ) -> list[tuple[int, int, bytes]]:
-    """Read until `count` frames of a kind came. Return kind, stream and payload of each frame."""
+    """Read frames until `count` frames of type `kind` have arrived.
+
+    Return type, stream and payload of all frames read, including those of other types.
+    """
     frames: list[tuple[int, int, bytes]] = []
     with connection.makefile("rb") as file:
         while sum(frame[0] == kind for frame in frames) < count:

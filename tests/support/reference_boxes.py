@@ -11,7 +11,7 @@ from torchvision.ops import roi_align
 
 
 def decode(deltas: Tensor, references: Tensor, plus_one: int) -> Tensor:
-    """Decode boxes as the reference implementations do; `plus_one` is their TO_REMOVE."""
+    """Decode boxes as other implementations do. `plus_one` is maskrcnn-benchmark's TO_REMOVE."""
     widths = references[:, 2] - references[:, 0] + plus_one
     heights = references[:, 3] - references[:, 1] + plus_one
     x = deltas[:, 0] * widths + references[:, 0] + 0.5 * widths
@@ -32,7 +32,7 @@ def clip(boxes: Tensor, height: int, width: int, plus_one: int) -> Tensor:
 def pool(
     maps: list[Tensor], boxes: Tensor, side: int, ratio: int, aligned: bool, plus_one: int
 ) -> Tensor:
-    """Pool each box from the level of its size, or from the only map, of stride 16."""
+    """Pool each box from the pyramid level for its size. A single map has a stride of 16 pixels."""
     pooled = []
     for box in boxes:
         level, stride = 0, 16

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
-# Strategies for plausible values, by the fields' names or full names.
+# Strategies for plausible values of fields, by the field's name or full name.
 Likely = Mapping[str, st.SearchStrategy[Any]]
 
 _SCALARS: Mapping[int, st.SearchStrategy[Any]] = {
@@ -19,7 +19,7 @@ _SCALARS: Mapping[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.CPPTYPE_FLOAT: st.floats(width=32),
     FieldDescriptor.CPPTYPE_DOUBLE: st.floats(),
     FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
-    FieldDescriptor.CPPTYPE_ENUM: st.integers(-(2**31), 2**31 - 1),  # open in proto3
+    FieldDescriptor.CPPTYPE_ENUM: st.integers(-(2**31), 2**31 - 1),  # proto3 allows any value
 }
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 # Maximum number of elements of a repeated field.
@@ -27,7 +27,7 @@ _MAX_ELEMENTS = 3
 
 
 def messages(kind: Descriptor, likely: Likely) -> st.SearchStrategy[Message]:
-    """Return messages of a type. Fields in `likely` mostly have plausible values."""
+    """Return a strategy for messages of a type. Fields in `likely` mostly have plausible values."""
     sent = {f.name: _likely_values(f, likely) for f in kind.fields if _is_likely(f, likely)}
     others = {f.name: _field_values(f, likely) for f in kind.fields if f.name not in sent}
     message_class = GetMessageClass(kind)

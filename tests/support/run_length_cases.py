@@ -21,7 +21,10 @@ def pycocotools_strings(rows: list[list[int]]) -> list[bytes]:
 
 
 def padded(rows: list[list[int]], spare: int = 3) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Pad rows with arbitrary numbers, at least `spare` of them; return the numbers of runs too."""
+    """Pad rows to one length, with at least `spare` arbitrary numbers each.
+
+    Return the padded rows of run lengths, and the number of runs in each row.
+    """
     longest = max((len(row) for row in rows), default=0)
     counts = np.full((len(rows), longest + spare), 123456, np.int32)
     for row, count in zip(rows, counts, strict=True):

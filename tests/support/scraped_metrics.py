@@ -1,4 +1,4 @@
-"""Metrics of a server, scraped over HTTP like Prometheus does."""
+"""Metrics of a server, scraped over HTTP as Prometheus does."""
 
 import asyncio
 import re
@@ -30,13 +30,13 @@ class Metrics:
         return value
 
     async def becomes(self, expected: float, name: str, **labels: str) -> None:
-        """Wait until a sample has a value."""
+        """Wait until the sample with this name and labels has the value `expected`."""
         async with asyncio.timeout(60):
             while await self.value(name, **labels) != expected:
                 await asyncio.sleep(0.02)
 
 
 def metrics_from_log(log: str) -> Metrics:
-    """Return the metrics of the last server in a log of level INFO, which contains the URL."""
+    """Return the metrics endpoint of the last server that logged its URL, at level INFO."""
     *_, url = re.findall(r"metrics at (http://\S+/metrics)", log)
     return Metrics(url)

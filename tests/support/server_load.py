@@ -19,7 +19,7 @@ Process = subprocess.Popen[str]
 
 @contextlib.contextmanager
 def starting_server(bundle: Path, log: Path, *options: str) -> Iterator[Process]:
-    """Start a server that leads a process group and logs to a file."""
+    """Run a server in a process group of its own until the block ends. It logs to a file."""
     command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0", *options]
     with (
         log.open("w") as errors,
@@ -89,7 +89,7 @@ def _parent_of(folder: Path) -> int | None:
 
 
 class Load:
-    """Load from threads that send one request after the other, each thread in one precision."""
+    """Load on a server from threads. Each sends one request after the other, in one precision."""
 
     def __init__(self, stub: Any, image: bytes, precisions: Sequence[str] = ("fp32",) * 3) -> None:
         self.completed = 0
@@ -129,7 +129,7 @@ class Load:
                 self.completed += 1
             except grpc.RpcError as error:
                 self.failures.append(error)
-            time.sleep(0.02)  # leaves CPU time to the reload that the load accompanies
+            time.sleep(0.02)  # leaves CPU time to a model reload that the test runs
 
 
 def wait_until(is_so: Callable[[], object]) -> None:

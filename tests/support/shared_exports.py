@@ -1,4 +1,4 @@
-"""Exports that the worker processes of one test run share. Each ONNX graph is exported once."""
+"""Exported models that all pytest-xdist workers of a test run share."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ def folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made_once(path: Path, make: Callable[[Path], object]) -> Path:
-    """Return `path`. The first process that needs it creates it, and the others wait."""
+    """Return `path`. If it does not exist, create it with `make` while other processes wait."""
     from filelock import FileLock
 
     with FileLock(f"{path}.lock"):
@@ -30,10 +30,10 @@ def made_once(path: Path, make: Callable[[Path], object]) -> Path:
 
 @contextmanager
 def cached_graphs(folder: Path) -> Iterator[None]:
-    """Make `bundle_from_checkpoint` take ONNX graphs from `folder` that were exported before.
+    """Within the context, make `bundle_from_checkpoint` export each ONNX graph only once.
 
-    An export takes ten seconds even for a tiny model. A graph is the same if weights,
-    configuration, input size and input type are.
+    Exported graphs are stored in `folder`. A stored graph is used if weights, configuration, input
+    size and input type are equal. An export takes ten seconds even for a tiny model.
     """
     import onnx
 

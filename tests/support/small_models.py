@@ -1,4 +1,4 @@
-"""Small models of every backbone that give detections with random weights."""
+"""Small models with any backbone, which detect objects although their weights are random."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from maskrcnn_trt.model.targets import Targets
 
 HEIGHT, WIDTH = 64, 96
 
-# Changes for `small_config`.
+# Arguments `changes` of `small_config` for the conventions of other implementations.
 CONVENTIONS: dict[str, dict[str, object]] = {
     "detectron2": {
         "anchors": {"convention": "detectron2"},
@@ -26,7 +26,7 @@ CONVENTIONS: dict[str, dict[str, object]] = {
 
 
 def small_config(name: str, features: str, norm: str, **changes: object) -> ModelConfig:
-    """Return a configuration with few proposals and narrow heads; `changes` update sections."""
+    """Return a configuration with few proposals and narrow heads. `changes` update its sections."""
     pyramid = features == "fpn"
     pool = 14 if features == "c4" else 7
     values = {
@@ -66,7 +66,7 @@ def small_config(name: str, features: str, norm: str, **changes: object) -> Mode
 
 
 def random_model(config: ModelConfig) -> MaskRCNN:
-    """Return a model with random weights, moderate features and clearly different scores."""
+    """Return a model with random weights, feature values of moderate size and distinct scores."""
     torch.manual_seed(0)
     model = MaskRCNN(config)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def random_model(config: ModelConfig) -> MaskRCNN:
 
 
 def noise_images() -> tuple[Tensor, Tensor]:
-    """Return two smooth images [2, 3, H, W] uint8, and their different sizes [2, 2]."""
+    """Return two smooth images [2, 3, H, W] uint8, and heights and widths before padding [2, 2]."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand(2, 3, 5, 7, generator=generator) * 255
     images = torch.nn.functional.interpolate(coarse, (HEIGHT, WIDTH), mode="bilinear")
@@ -100,7 +100,7 @@ def ground_truth() -> Targets:
 
 
 def assert_same(found: BatchDetections, expected: BatchDetections) -> None:
-    """Compare detections; boxes may differ by a hundredth of a pixel."""
+    """Check that detections are equal, with tolerances for boxes (0.01 px), scores and masks."""
     assert found.num_detections.tolist() == expected.num_detections.tolist()
     assert found.labels.tolist() == expected.labels.tolist()
     torch.testing.assert_close(found.boxes, expected.boxes, atol=1e-2, rtol=0)

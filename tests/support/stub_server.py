@@ -1,4 +1,4 @@
-"""Stub gRPC server with scripted answers, and test parametrisation over both clients."""
+"""Stub gRPC server with scripted responses, and a decorator that runs a test with both clients."""
 
 import asyncio
 import contextlib
@@ -23,9 +23,9 @@ IMAGE = b"\xff\xd8\xff" + b"an image" * 100_000
 
 @dataclass
 class StubDetector(DetectorServicer):  # type: ignore[misc]  # generated, it has no types
-    """Detector that returns the scripted errors first, and then empty results.
+    """Stub of the service Detector. It first returns `errors`, one per request, then empty results.
 
-    The height of a result is the number of bytes of its image.
+    The height in a result is the size of the encoded image in bytes.
     """
 
     errors: list[grpc.StatusCode] = field(default_factory=list)
@@ -64,13 +64,13 @@ def stub_server(
     address: str | None = None,
 ) -> Iterator[str]:
     """Serve a stub within the context, and yield its address."""
-    # More threads than a test blocks.
+    # Use more threads than a test blocks at the same time.
     server = grpc.server(
         ThreadPoolExecutor(32), options=[("grpc.max_receive_message_length", 2 * len(IMAGE))]
     )
     add_DetectorServicer_to_server(detector, server)
-    # Certificates name `localhost`. It has two addresses, and another server can have the same port
-    # on one of them, so servers without certificates use an address of their own.
+    # Certificates are for `localhost`. This name has two addresses (IPv4 and IPv6), and another
+    # server can have the same port on one of them. Without certificates, use the IPv4 address.
     host = "127.0.0.1" if credentials is None else "localhost"
     if credentials is None:
         port = server.add_insecure_port(address or f"{host}:0")
@@ -96,5 +96,5 @@ def detect_async(address: str, image: bytes = IMAGE, **options: Any) -> Detectio
     return asyncio.run(run())
 
 
-# Runs a test with `detect` by the sync and by the async client.
+# Decorator that runs a test with the sync and with the async client, as its argument `detect`.
 both_clients = pytest.mark.parametrize("detect", [detect, detect_async], ids=["sync", "async"])

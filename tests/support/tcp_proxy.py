@@ -1,4 +1,4 @@
-"""TCP proxy that counts the bytes of the clients, and can stop forwarding."""
+"""TCP proxy that counts the bytes that clients send, and can stop forwarding."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ class Proxy:
         self._sockets = contextlib.ExitStack()
 
     def accept(self) -> None:
-        # Connects synchronously, so that `close` closes every accepted connection.
+        # Connect to the server synchronously, so that `close` closes every accepted connection.
         client = self._sockets.enter_context(self.listener.accept()[0])
         server = self._sockets.enter_context(
             socket.create_connection((self._host, int(self._port)))

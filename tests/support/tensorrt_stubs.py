@@ -48,7 +48,8 @@ _SOURCES = {
         int getNvOnnxParserVersion(void) { return 0; }
     """,
 }
-# The package `tensorrt` as in its wheel, with a plugin registry that replaces the library's.
+# Files of the package `tensorrt` as in its wheel, except for the plugin registry. A Python class
+# replaces it, because the real one is in TensorRT's library.
 _PACKAGE = {
     "__init__.py": """
 from tensorrt_bindings import *
@@ -79,10 +80,11 @@ def get_plugin_registry():
 
 
 def load_tensorrt() -> ModuleType:
-    """Import `tensorrt`, on stub libraries if it is not installed; skip the test if that fails.
+    """Import `tensorrt`. If TensorRT is not installed, use stubs of its libraries.
 
-    Afterwards `import tensorrt` and `import tensorrt.plugin` work everywhere in the process. To
-    test behaviour without TensorRT, hide it: `monkeypatch.setitem(sys.modules, "tensorrt", None)`.
+    If the stubs cannot be built, the test is skipped. Afterwards, `import tensorrt` and
+    `import tensorrt.plugin` work everywhere in the process. To test behaviour without TensorRT,
+    hide it: `monkeypatch.setitem(sys.modules, "tensorrt", None)`.
     """
     if not INSTALLED:
         _install_stubs()
@@ -118,7 +120,7 @@ def missing_names(path: Path, alias: str, module: ModuleType) -> list[str]:
 
 
 def _chain(node: ast.expr) -> tuple[str, ...]:
-    """Return the names of `a.b.c`; empty for other expressions."""
+    """Return the names in an expression such as `a.b.c`, or () for another expression."""
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute) and (owner := _chain(node.value)):

@@ -21,7 +21,7 @@ from maskrcnn_trt.training.evaluation.config import load_evaluation_config
 from maskrcnn_trt.training.run import evaluate_checkpoint, run_training
 
 CLASSES = ("circle", "ring", "star")
-# Loads the configuration of a tiny run. Arguments: overrides.
+# Function that loads the configuration of a tiny run. Its arguments are overrides.
 LoadTiny = Callable[..., TrainConfig]
 
 _CONFIG = """
@@ -93,7 +93,7 @@ def fork_server() -> ForkServerContext:
 
 @contextmanager
 def two_processes(folder: Path, *args: str) -> Iterator[list[ForkServerProcess]]:
-    """Run `maskrcnn` as `run_in_two_processes`. Wait for both processes at the end of the block."""
+    """Start the processes of `run_in_two_processes`, and yield them. Wait for both at the end."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = (store.port, args, torch.get_num_threads(), folder)
     ranks = [fork_server().Process(target=_run_rank, args=(rank, *common)) for rank in range(2)]
@@ -112,7 +112,7 @@ def run_in_two_processes(folder: Path, *args: str) -> tuple[list[int | None], st
         *args: command line.
 
     Returns:
-        The exit codes, and what both processes wrote to standard output and to standard error.
+        The exit codes, the standard output of both processes, and their standard error.
     """
     with two_processes(folder, *args) as ranks:
         pass
@@ -131,7 +131,7 @@ def _run_rank(rank: int, port: int, args: tuple[str, ...], threads: int, folder:
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     os.environ.update({name: str(value) for name, value in {**values, **address}.items()})
-    # The number of threads determines the order of sums, and thus the last bits.
+    # The number of threads determines the order of sums, and thus the last bits of results.
     torch.set_num_threads(threads)
     for stream in (sys.stdout, sys.stderr):
         file = os.open(folder / f"{rank}.{stream.name.strip('<>')}", os.O_WRONLY | os.O_CREAT)
@@ -141,13 +141,13 @@ def _run_rank(rank: int, port: int, args: tuple[str, ...], threads: int, folder:
 
 
 def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """Return the largest absolute difference of any weight."""
+    """Return the largest absolute difference between the weights of two state dicts."""
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 def assert_equal(first: Any, second: Any) -> None:
-    """Compare nested values. Tensors must be equal bit by bit."""
+    """Check that nested values are equal. Tensors must be equal without tolerance."""
     if isinstance(first, dict):
         assert first.keys() == second.keys()
         for key in first:

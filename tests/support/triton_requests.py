@@ -13,7 +13,7 @@ MODEL = "maskrcnn_resnet18_fpn"
 
 
 def images_of(*images: bytes, column: bool = False) -> list[InferInput]:
-    """Return encoded images as an input of Triton's client, with shape [B], or [B, 1]."""
+    """Return encoded images as an input of Triton's client, of shape [B], or [B, 1] if `column`."""
     array = np.array(images, np.object_).reshape((-1, 1) if column else -1)
     return [InferInput("images", array.shape, "BYTES").set_data_from_numpy(array)]
 

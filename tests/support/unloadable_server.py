@@ -33,7 +33,7 @@ UNLOADED = f"model '{MODEL}' is unloaded; load it with RepositoryModelLoad"
 
 
 class RunningServer(NamedTuple):
-    """Running server, by default with batches of one image, and clients of all its services."""
+    """Running server, and clients of all its services."""
 
     triton: triton_aio.InferenceServerClient
     detector: Any
@@ -51,7 +51,10 @@ async def serving(
     reload: asyncio.Event | None = None,
     **settings: Any,
 ) -> AsyncIterator[RunningServer]:
-    """Serve a bundle, or several, within the context, or until `RunningServer.stop` is called."""
+    """Serve one or more bundles until the context ends or `RunningServer.stop` is called.
+
+    By default, each batch has one image.
+    """
     config = ServeConfig(port=0, metrics_port=0, drain_delay_s=0, **{"max_batch": 1} | settings)
     log.set_level("INFO")
     async with contextlib.AsyncExitStack() as server:
@@ -93,7 +96,7 @@ async def held_request(server: RunningServer, gate: Gate, image: bytes) -> Any:
 
 
 async def held_unload(server: RunningServer, gate: Gate, image: bytes) -> tuple[Any, Any]:
-    """Return a request that waits at the gate, and a call that unloads the model after it."""
+    """Send a request that waits at the gate, then a call that unloads the model. Return both."""
     in_progress = await held_request(server, gate, image)
     unloading = server.inference.RepositoryModelUnload(
         inference.RepositoryModelUnloadRequest(model_name=MODEL)
@@ -103,7 +106,7 @@ async def held_unload(server: RunningServer, gate: Gate, image: bytes) -> tuple[
 
 
 async def assert_unloaded(server: RunningServer, image: bytes) -> None:
-    """Check that each kind of request is rejected, and that the health methods report it."""
+    """Check that each kind of request is rejected, and that health methods report the unloading."""
     triton, detector = server.triton, server.detector
     call = detector.Detect(pb.DetectRequest(image=image))
     status, message = await status_of(call)

@@ -1,4 +1,4 @@
-"""Mirror of the zoos' hosts: small weights files at the published paths."""
+"""Mirror of the model zoos' servers, with small weights files at the published paths."""
 
 import hashlib
 from collections.abc import Iterator
@@ -15,9 +15,10 @@ from maskrcnn_trt.model.weights.zoo import zoo_model
 def zoo_mirror(
     folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]
 ) -> Iterator[Site]:
-    """Serve files by the name of their model, and let downloads use them.
+    """Serve weights files by name of the published model, and make downloads use this server.
 
-    `folder` gets the user's cache and `SHA256SUMS`, whose checksums replace the published ones.
+    The user's cache is in `folder`. The checksums in its file `SHA256SUMS` replace the published
+    ones.
     """
     site = Site({zoo_model(name).path.lstrip("/"): content for name, content in files.items()})
     lines = (

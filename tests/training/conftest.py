@@ -14,13 +14,16 @@ from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_d
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_to_collect() -> None:
-    """Collect garbage before tests that fork: forks crash if they collect gRPC objects."""
+    """Collect garbage before tests that fork.
+
+    A forked process crashes if it collects gRPC objects.
+    """
     gc.collect()
 
 
 @pytest.fixture(scope="session")
 def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Configuration file of a run of seconds: a narrow model and twelve small images."""
+    """Configuration file of a training run of a few seconds: narrow model, twelve small images."""
     folder = tmp_path_factory.mktemp("tiny")
     config = SyntheticConfig(train=12, val=5, width=96, height=64, seed=3, classes=CLASSES)
     draw_dataset(folder, config)
@@ -31,7 +34,7 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_checkpoint(
     tiny_checkpoint: Path, tiny_config: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The checkpoint that all tests share, with the classes of the synthetic images."""
+    """Copy of the checkpoint that all tests share, with the classes of the synthetic images."""
     categories = CocoDataset(load_config(str(tiny_config)).data.train).categories
     path = tmp_path_factory.mktemp("tiny") / "tiny.pth"
     save_checkpoint(path, replace(load_checkpoint(tiny_checkpoint), categories=categories))
@@ -40,5 +43,5 @@ def tiny_checkpoint(
 
 @pytest.fixture
 def tiny(tiny_config: Path, tmp_path: Path) -> LoadTiny:
-    """Load the configuration of the tiny run with overrides; it writes to the test's folder."""
+    """Function that loads the tiny run's configuration. The run writes to the test's folder."""
     return partial(load_tiny, tiny_config, tmp_path)

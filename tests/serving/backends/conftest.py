@@ -5,7 +5,7 @@ from maskrcnn_trt.serving.backends.gpu_execution import GpuDriver
 
 @pytest.fixture(params=["pycuda_driver.PycudaDriver", "cuda_bindings_driver.CudaBindingsDriver"])
 def driver(request: pytest.FixtureRequest) -> GpuDriver:
-    """Each interface of CUDA's driver that is installed."""
+    """Interface to CUDA's driver. A test runs with each interface that is installed."""
     module, _, name = request.param.partition(".")
     if module == "pycuda_driver":
         pytest.importorskip("pycuda.driver", exc_type=ImportError)

@@ -1,4 +1,4 @@
-"""Server with one slot, tokens and short time limits."""
+"""Fixtures: a server with one admission slot, bearer tokens and short time limits."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from http_server import HttpAddress, served_over_http
 def gated(
     bundle: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[HttpAddress, Gate]]:
-    """Server with one slot, tokens and short time limits, whose engine has a gate."""
+    """Server with one admission slot, tokens and short time limits, and the gate of its engine."""
     folder = tmp_path_factory.mktemp("gate")
     (folder / "users").write_text("user")
     (folder / "admins").write_text("admin")
