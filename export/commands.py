@@ -133,8 +133,8 @@ class VariadicCommand(click.Command):
 @click.option(
     "--triton-repository", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
     help="Add the ONNX files and TensorRT plans to a model repository for Triton Inference Server. "
-    "An existing model of the same name gets a new version. Plans with plugins get a profile per "
-    "batch size.",
+    "An existing model of the same name gets a new version. Plans with plugins get one "
+    "optimization profile per batch size.",
 )  # fmt: skip
 @click.option(
     "--verify", "images", metavar="[IMAGES]", is_flag=False, flag_value="",

@@ -28,7 +28,7 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--images", type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Folder of images, instead of DATA.",
+    help="Folder of images. Give it together with --annotations, instead of DATA.",
 )  # fmt: skip
 @click.option(
     "--annotations", type=click.Path(path_type=Path, dir_okay=False, exists=True),
@@ -117,8 +117,8 @@ def _evaluate_checkpoint(
 
     if source is None:
         raise click.UsageError(
-            "a checkpoint is evaluated on data.val of a configuration; give CONFIG: a "
-            "configuration file or a preset"
+            "the data set is missing; after the checkpoint, give the folder of a data set, or a "
+            "configuration file or a preset whose data.val is evaluated"
         )
     if source not in presets() and not Path(source).exists():
         raise click.UsageError(

@@ -26,17 +26,20 @@ _SOME_FAILED = 3
 
 @click.command(context_settings={"show_default": True})
 @click.argument("references", nargs=-1, required=True, metavar="MODELS...")
-@click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8))
+@click.option(
+    "--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(1, 8),
+    help="Batch size to measure; repeatable.",
+)  # fmt: skip
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
-    default=("fp32",), help="Repeatable. In the first precision, the GPU time of each stage is "
-    "measured too.",
+    default=("fp32",), help="Precision to measure; repeatable. With -o, the GPU time of each stage "
+    "is measured too, in the first precision.",
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(get_args(BackendName)), default="auto",
     help="Backend of bundles; auto selects as `maskrcnn serve` does.",
 )  # fmt: skip
-@click.option("--shape", "bucket", type=BucketType(), help="Input size.")
+@click.option("--shape", "bucket", type=BucketType(), help="Input size, as in 800x1344.")
 @click.option(
     "--peer", "peers", multiple=True, type=click.Choice(get_args(InferBaseline)),
     help="Baseline: torchvision with the weights of a checkpoint, or ONNX Runtime on a bundle.",

@@ -73,7 +73,8 @@ _OPTIONS = (
     ),
     click.option(
         "--compute-capability", "compute_capabilities", multiple=True, type=CapabilityType(),
-        help="GPUs that tensorrt-rtx builds for, as 8.6 8.9 12.0. If left out, all from 8.0 on.",
+        help="Compute capabilities of the GPUs that tensorrt-rtx builds for, such as 8.6 8.9 12.0. "
+        "If left out, all from 8.0 on.",
     ),
     click.option(
         "--plugins/--no-plugins", default=None,
@@ -116,7 +117,8 @@ _OPTIONS = (
     ),
     click.option(
         "--strict", is_flag=True, default=None,
-        help="Fail, instead of a warning, if an engine computes in another precision.",
+        help="If an engine computes in another precision than requested, fail instead of logging a "
+        "warning.",
     ),
     click.option(
         "--build-log", type=_FILE,

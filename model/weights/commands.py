@@ -35,7 +35,8 @@ def weights() -> None:
 )  # fmt: skip
 @click.option(
     "--other-channel-order", is_flag=True,
-    help="The network takes RGB although its origin usually takes BGR, or the reverse.",
+    help="Set this if the network expects the colour channels in the reverse of the order that is "
+    "usual for its origin, as in RGB for weights of detectron2.",
 )  # fmt: skip
 def convert(
     file: str,

@@ -105,7 +105,10 @@ def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
         source = chroma + 2 * chroma_height * chroma_width
         target += _CHANNELS * height * width
     if source != len(planes):
-        raise ValueError(f"the images of `sizes` have {source} samples, but `planes` {len(planes)}")
+        raise ValueError(
+            f"images of the given `sizes` have {source} luma and chroma samples in total, but "
+            f"`planes` has {len(planes)}"
+        )
     return images
 
 

@@ -299,9 +299,9 @@ def _unreachable_message(address: str, details: str) -> str:
         )
     if "max connection age" in details:
         return (
-            f"the server at {address} ended the connection because of its age before it had "
-            "answered everything; send the unanswered images again, or start the server with a "
-            "greater --max-connection-age-s"
+            f"the connection reached the maximum age that the server at {address} allows, and was "
+            "closed before all requests were answered; send the unanswered images again, or start "
+            "the server with a greater --max-connection-age-s"
         )
     # If a host name has several addresses, gRPC reports the error of one of them. The server may
     # listen on another one.

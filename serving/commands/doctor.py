@@ -152,7 +152,7 @@ STEPS: Final = (
     type=click.IntRange(1, len(STEPS)),
     default=1,
     show_default=True,
-    help="First step to run with --tensorrt, if the steps before it have passed.",
+    help="With --tensorrt: number of the first step to run, if an earlier run passed those before.",
 )
 def doctor(tensorrt: bool, first: int) -> None:
     """Show versions and GPUs of this machine; with --tensorrt, check TensorRT from end to end.
@@ -267,7 +267,7 @@ def _failure(number: int, step: FirstRunStep, output: str, problem: str, report:
     return (
         f"{lines}\n     failed: {problem}\n     must print: {step.must_print}\n"
         f"     send: the folder {report}, in an issue that names step {number}\n"
-        f"     continue after a remedy: maskrcnn doctor --tensorrt --from {number}"
+        f"     after the remedy, continue with: maskrcnn doctor --tensorrt --from {number}"
     )
 
 

@@ -30,8 +30,8 @@ REPORT_OPTIONS = (
         default=("pictures", "coco"), show_default=True,
         help="Output format; repeat the option for several. `pictures`: a PNG of each image with "
         "its detections drawn. `coco`: one detections.json in COCO format. `numpy`: an NPZ of the "
-        "arrays of each image. Results are named as the image without its suffix, or with it if "
-        "several images have this name.",
+        "arrays of each image. A result has the name of its image without the suffix, as street "
+        "for street.jpg. If several images share that name, the suffix is kept.",
     ),
     click.option(
         "--score-threshold", type=FiniteRange(0, 1), default=0.5, show_default=True,
@@ -44,8 +44,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 TLS_OPTIONS = (
     click.option(
         "--tls/--no-tls", default=None,
-        help="Use TLS. The options below imply --tls. With --no-tls the token is sent in plain "
-        "text; use it if something else encrypts the connection, such as a service mesh.",
+        help="Use TLS. The options below imply --tls. With --no-tls, the token is sent in plain "
+        "text, so use --no-tls only if a service mesh or the like encrypts the connection.",
     ),
     click.option(
         "--root-certificate", type=_FILE,

@@ -58,8 +58,8 @@ class ModelSource(NamedTuple):
         versions = versions_in(self.bundle)
         if not versions:
             raise BundleError(
-                f"{self.bundle} has no version of a model; put each bundle into a subfolder with a "
-                f"number, such as {self.bundle / '1'}"
+                f"{self.bundle} has no subfolder with a version of the model; put the bundle into "
+                f"a subfolder whose name is a number, such as {self.bundle / '1'}"
             )
         return ModelSource(self.bundle / versions[-1], self.name, versions[-1])
 

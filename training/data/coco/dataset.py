@@ -259,7 +259,7 @@ def _categories_from(
     for title, count in frequency.items():
         if count > 1:
             # Metrics are stored by class name, so equal names would be merged.
-            repairs["categories: name of several ids; the id is added to it"].append(title)
+            repairs["categories: name of several ids; the id was added to the name"].append(title)
     return tuple(
         Category(id=id_, name=title if frequency[title] == 1 else f"{title} ({id_})")
         for id_, title in sorted(names.items())

@@ -67,7 +67,9 @@ def index_images(
         elif name in found.ambiguous:
             faults["images: file missing, and several files or entries have its name"].append(name)
         elif name in found.other_case:
-            faults["images: file missing, but one exists in another case of letters"].append(name)
+            faults["images: file missing, but one differs only in upper and lower case"].append(
+                name
+            )
         elif (path := found.paths.get(name)) is None:
             faults["images: file missing"].append(name)
         elif (size := _size_of(entry, path)) is None:

@@ -231,7 +231,7 @@ def _annotation_from(line: str, height: int, width: int, known: set[int]) -> dic
     if len(values) == _BOX_VALUES:
         return "box without an outline"
     if len(values) < 6 or len(values) % 2:
-        return "polygon of fewer than three points, or without a last y"
+        return "polygon of fewer than three points, or with an odd number of coordinates"
     points = np.array(values).reshape(-1, 2)
     if not np.isfinite(points).all():
         return "not a class and numbers"

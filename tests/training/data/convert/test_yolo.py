@@ -197,7 +197,7 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
             "train/labels/photo_000.txt:7",
         ),
         "labels: coordinates far outside the image": ("train/labels/photo_000.txt:8",),
-        "labels: polygon of fewer than three points, or without a last y": (
+        "labels: polygon of fewer than three points, or with an odd number of coordinates": (
             "train/labels/photo_000.txt:6",
         ),
     }
