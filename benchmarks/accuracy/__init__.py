@@ -117,8 +117,8 @@ def _evaluate_checkpoint(
 
     if source is None:
         raise click.UsageError(
-            "the data set is missing; after the checkpoint, give the folder of a data set, or a "
-            "configuration file or a preset whose data.val is evaluated"
+            "the data set is missing; after the checkpoint, give CONFIG (a configuration file or a "
+            "preset, whose data.val is evaluated) or the folder of a data set"
         )
     if source not in presets() and not Path(source).exists():
         raise click.UsageError(

@@ -106,7 +106,7 @@ def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
         target += _CHANNELS * height * width
     if source != len(planes):
         raise ValueError(
-            f"images of the given `sizes` have {source} luma and chroma samples in total, but "
+            f"images of the given `sizes` have {source} samples of luma and chroma in total, but "
             f"`planes` has {len(planes)}"
         )
     return images
