@@ -32,8 +32,8 @@ _SOME_FAILED = 3
 )  # fmt: skip
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
-    default=("fp32",), help="Precision to measure; repeatable. With -o, the GPU time of each stage "
-    "is measured too, in the first precision.",
+    default=("fp32",), help="Precision to measure; repeatable. With --output, the GPU time of each "
+    "stage is measured too, in the first precision.",
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(get_args(BackendName)), default="auto",

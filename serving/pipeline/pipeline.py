@@ -317,7 +317,8 @@ class ModelRepository:
                 except (BundleError, ServingError):
                     pass  # `reload` has logged it
                 except Exception:
-                    _log.exception("reloading the bundle failed")
+                    name = pipeline.model.manifest.model_name
+                    _log.exception("reloading the bundle of model %s failed", name)
 
     def check_admission(self, method: str, peer: str) -> None:
         """Check, before a request is read, that its connection may have one more image in flight.

@@ -286,7 +286,8 @@ class ModelLifecycle:
                 model = await self._load_within_limit()
             except Exception as error:
                 _log.error(
-                    "reloading the bundle failed, and the old model %s: %s",
+                    "reloading the bundle of model %s failed, and the old model %s: %s",
+                    self.model.manifest.model_name,
                     "stays unloaded" if self.model.is_unloaded else "is still served",
                     error,
                 )

@@ -77,7 +77,7 @@ def listen_error(address: str) -> ServingError:
     """Return the error to raise if the server cannot listen on `address`."""
     return ServingError(
         f"cannot listen on {address}; "
-        "choose an address of this machine and a free port; port 0 selects one"
+        "choose an address of this machine and a free port (0: any free port)"
     )
 
 
@@ -95,7 +95,7 @@ def check_ports(config: ServeConfig) -> None:
         except OSError as error:
             raise ServingError(
                 f"cannot listen on {address_of(config.host, port)} for {name} ({error.strerror}); "
-                "choose an address of this machine and a free port; port 0 selects one"
+                "choose an address of this machine and a free port (0: any free port)"
             ) from None
 
 

@@ -86,7 +86,7 @@ def test_reload_and_stop_under_load(own_bundle: Path, tmp_path: Path, picture: E
             os.replace(damaged, own_bundle / manifest.artifacts[0].path)
             write_manifest(own_bundle, manifest.model_copy(update={"model_name": "damaged"}))
             process.send_signal(signal.SIGHUP)
-            failed = "reloading the bundle failed, and the old model is still served"
+            failed = "reloading the bundle of model newer failed, and the old model is still served"
             wait_until(lambda: failed in log.read_text())
             load.wait_for_responses()
             assert model().name == "newer"
