@@ -228,11 +228,16 @@ def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _Ax
 
 
 def _exact_samples(start: float, stop: float, size: int, side: int) -> _AxisSamples:
-    """Return the mask samples to interpolate for each pixel of an axis, by detectron2's rule.
+    """Return the mask samples to interpolate for each pixel of an axis.
 
-    Without its border, the mask spans the exact pixel coordinates `start` to `stop`. Along the
-    axis, the image has `size` pixels, and the mask has `side` samples, including one zero sample at
-    each end as its border.
+    detectron2's rule applies: boxes are not rounded to whole pixels.
+
+    Args:
+        start: first coordinate of the box on this axis, in pixels.
+        stop: last coordinate of the box.
+        size: size of the image along the axis, in pixels.
+        side: number of mask samples along the axis, including a border of one zero at each end. The
+            samples without the border span the box.
     """
     cell = (stop - start) / (side - 2)
     if cell <= 0:

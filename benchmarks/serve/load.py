@@ -127,8 +127,8 @@ _Detect = Callable[[bytes], Awaitable[_Outcome]]
 def send_load(load: ClientLoad) -> ClientLog:
     """Send one client process's share of a load, wait for all responses, and return the log.
 
-    The process opens one gRPC connection for all its requests or, under an `HttpLoop`, one HTTP
-    connection per client.
+    A client process simulates several clients. Over gRPC, they share one connection. Over HTTP (a
+    load of type `HttpLoop`), each has its own.
     """
     return asyncio.run(_send_load(load))
 

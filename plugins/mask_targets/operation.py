@@ -143,7 +143,7 @@ def _measurable(boxes: Tensor, side: int) -> Tensor:
 def _averages(mask: Tensor, boxes: Tensor, side: int) -> Tensor:
     """Pool a mask [H, W] in K boxes [K, 4] by RoIAlign, and return [K, M, M] with M = `side`.
 
-    A box that is too large or not finite gives zeros.
+    A box that is not finite, or so large that a cell spans 2 ** 24 pixels or more, gives zeros.
     """
     averages = torch.zeros(len(boxes), side, side)
     if mask.numel() > 0:

@@ -66,9 +66,10 @@ def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launc
 
 
 def sort_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
-    """Return the kernel that sorts the candidates of each part and returns the k largest.
+    """Return the kernel that sorts the k largest candidates of each part of a row.
 
-    A part has at most `CHUNK` candidates. `sort_launch` sets k, which is at most `MAX_K`.
+    A part of a row is, for example, the scores of one pyramid level. It has at most `CHUNK`
+    candidates. `sort_launch` sets k, which is at most `MAX_K`.
     """
     return _kernel("sort_top_k", value_type, longest(parts), len(parts))
 

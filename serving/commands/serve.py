@@ -106,8 +106,8 @@ def settings_from_file(path: Path) -> dict[str, Any]:
         ) from None
     except PydanticSerializationError:
         raise click.UsageError(
-            f"{path} holds an invalid value, such as a list that contains itself; the file must be "
-            "a mapping of settings to values, as in port: 8500"
+            f"{path} holds an invalid value: a list or mapping that contains itself, or an object "
+            "that is not plain data; the file must map settings to values, as in port: 8500"
         ) from None
     if not isinstance(values, dict):
         raise click.UsageError(f"{path} must be a mapping of settings to values, as in port: 8500")

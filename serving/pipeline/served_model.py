@@ -188,7 +188,7 @@ class ServedModel:
                 self._unused.set()
 
     async def unused(self) -> None:
-        """Wait until no request is within a `with` block of `use`."""
+        """Wait until no request uses the model: until all `with` blocks of `use` have ended."""
         await self._unused.wait()
 
     async def warm_up(self) -> float:

@@ -252,8 +252,9 @@ def check_message(message: bytes, kind: Descriptor) -> None:
             listed_bytes += field.end - field.start
         if listed_bytes > _MAX_LISTED_BYTES:
             raise InvalidRequestError(
-                f"at field {path}, the message exceeds {_MAX_LISTED_BYTES >> 20} MiB of numbers "
-                "and strings; send images as files, or pixels as raw contents (raw_input_contents)"
+                f"at its field {path}, the message exceeds the limit of "
+                f"{_MAX_LISTED_BYTES >> 20} MiB for all numbers and strings together; send images "
+                "as files, or pixels as raw contents (raw_input_contents)"
             )
 
 

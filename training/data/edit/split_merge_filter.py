@@ -31,8 +31,8 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
         content: The data set.
         shares: Share of the images, 0 to 1, by name of the part, such as `val`. The parts are
             filled in this order. The remaining images become the part `train`. Each part gets at
-            least one annotated image if two or more remain. `train` gets the last one. An image and
-            its augmented copies count as one.
+            least one annotated image, unless only one is left, which `train` gets. An image and its
+            augmented copies count as one.
 
     Returns:
         Content by name of the part, with `train` first.

@@ -27,8 +27,8 @@ from .sampling import BatchPlan, repeat_factors
 class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     """PyTorch `Dataset` of batches. An index is a `BatchPlan`, which lists the images of a batch.
 
-    If `data.on_broken` is "skip", an unreadable image is omitted in evaluation. In training, it is
-    then replaced by the next image of the same shape bucket (input size).
+    With `data.on_broken` set to "skip", evaluation omits unreadable images, and training replaces
+    each by the next image of the same shape bucket (input size).
 
     Attributes:
         records: Images that `BatchPlan.indices` refers to.

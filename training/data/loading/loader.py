@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class BatchLoader:
-    """Iterable over batches, one per `BatchPlan` (image indices) that has a readable image.
+    """Iterable over batches. A `BatchPlan` lists the image indices of each batch.
 
-    Unreadable files are logged.
+    `BatchReader` omits or replaces unreadable images. They are logged, and a batch without a
+    readable image is skipped.
     """
 
     def __init__(
