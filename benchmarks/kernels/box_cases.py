@@ -26,8 +26,8 @@ _LAUNCH_LIMIT = "launch overhead: too little work for a GPU"
 _WRITE_LIMIT = "bandwidth of the writes"
 _NMS_LIMIT = "latency of dependent steps: one thread block processes a set of boxes tile by tile"
 _TOP_K_LIMIT = (
-    "latency of dependent steps, one per bit of the sorting keys, in the thread block of each part "
-    "of a row"
+    "latency of dependent steps in the thread block of each part of a row: the passes of a radix "
+    "selection and of a radix sort"
 )
 _MATCHING_LIMIT = "arithmetic: the IoU of a candidate with every box that overlaps its neighbours"
 

@@ -55,10 +55,11 @@ def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launc
     Of each chunk of `CHUNK` candidates of a part, the kernel keeps the k largest.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, L, C] int32. A part's candidates are ascending indices into the row of values. C is the
+    [rows, L, C] int64. The high half of a candidate is its index in the row of values, the low half
+    an integer that has the order of the values. A part's candidates are ordered by index. C is the
     largest number of candidates of a part. If the tensor of candidates is empty, all entries of a
-    part are candidates. The output is the indices of the candidates that are kept, ascending,
-    [rows, L, survivors(C, k)] int32.
+    part are candidates. The output is the candidates that are kept, in the same form,
+    [rows, L, survivors(C, k)] int64.
     """
     count = longest(parts)
     scalars = (stride, count, *chain(*parts), k, survivors(count, k))
@@ -78,7 +79,7 @@ def sort_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launch
     """Return the grid, block and scalar arguments of `sort_kernel` for L parts.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, L, C] int32, which `prune_launch` explains. Outputs are the k largest candidates' values
+    [rows, L, C] int64, which `prune_launch` explains. Outputs are the k largest candidates' values
     [rows, L, k] and indices in the row [rows, L, k] int64. If a part has fewer than k entries, its
     values are padded with negative infinity and its indices with -1.
     """

@@ -132,10 +132,10 @@ def _select(
     parts; `largest` has the dtype of `values`.
     """
     value_type, shape = FLOAT_TYPES[values.dtype], (len(values), values.stride(0))
-    candidates = values.new_empty(0, dtype=torch.int32)
+    candidates = values.new_empty(0, dtype=torch.int64)
     while longest(parts) > CHUNK:
         left = survivors(longest(parts), k)
-        kept = values.new_empty(len(values), len(parts), left, dtype=torch.int32)
+        kept = values.new_empty(len(values), len(parts), left, dtype=torch.int64)
         launch = prune_launch(*shape, parts, k)
         launch_kernel(prune_kernel(value_type, parts), launch, [values, candidates], [kept])
         candidates = kept

@@ -2,11 +2,11 @@
 // stable_top_k/operation.py.
 //
 // A block reads a chunk of a part, THREADS * ITEMS entries, into registers. It converts the entries
-// to integer keys, which have the order of the values. Bit by bit it finds the key of the k-th
-// largest entry, and writes the k largest entries in row order, which breaks ties. Bits that all
-// keys share are skipped: 13 of 32 if the values were computed in fp16. `prune_top_k` does no more.
-// It is launched until the remaining entries of a part fit into one block. Then `sort_top_k` does
-// the same, and sorts the k entries.
+// to integer keys, which have the order of the values. By radix selection it finds the key of the
+// k-th largest entry, and writes the k largest entries in row order, which breaks ties.
+// `prune_top_k` does no more. It is launched until the remaining entries of a part fit into one
+// block. Then `sort_top_k` does the same, and sorts the k entries by a radix sort. Both skip bits
+// that all keys share: 13 of 32 if the values were computed in fp16.
 //
 // Compile-time constants: VALUE (type), ITEMS, LEVELS (number of parts), MAX_K (largest number of
 // sorted entries, a power of two), THREADS.
@@ -18,17 +18,28 @@
 
 constexpr int WARP = 32;
 constexpr int KEY_BITS = 32;
+// Number of bits by which one pass of the selection counts entries, and number of their values.
+constexpr int SELECTED_BITS = 11;
+constexpr int BINS = 1 << SELECTED_BITS;
+// Number of values of the six bits by which one pass of the sort orders entries.
+constexpr int DIGITS = 64;
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr unsigned SIGN = 0x80000000u;
 // Bits of negative infinity.
 constexpr unsigned NEGATIVE_INFINITY = 0xff800000u;
 static_assert(THREADS == WARP * WARP, "a warp has a lane for each warp's total");
+static_assert(BINS == 2 * THREADS && DIGITS * WARP == 2 * THREADS, "a thread has two counters");
 static_assert(MAX_K == 4 * THREADS, "a thread sorts one, two or four entries");
 static_assert(THREADS * ITEMS < 1 << 16, "totals of a chunk are packed in 16 bits");
 
 using Value = VALUE;
 using Keys = unsigned[ITEMS];
-using Entry = unsigned long long;
+
+struct __align__(8) Entry {
+    unsigned key;
+    // Index in the row.
+    int index;
+};
 
 struct Part {
     // Index of the part's first entry in a row.
@@ -40,11 +51,11 @@ struct Part {
 // The block's part of a row.
 struct Row {
     const Value* values;
-    // Ascending indices into the row; null: all entries of the part.
-    const int* candidates;
+    // Entries by ascending index; null: all entries of the part.
+    const Entry* candidates;
     Part part;
 
-    __device__ Row(const Value* values, int stride, const int* candidates, int width,
+    __device__ Row(const Value* values, int stride, const Entry* candidates, int width,
                    const Part (&parts)[LEVELS])
         : values(values + static_cast<long long>(blockIdx.x / LEVELS) * stride),
           candidates(candidates ? candidates + static_cast<long long>(blockIdx.x) * width
@@ -52,7 +63,7 @@ struct Row {
           part(parts[blockIdx.x % LEVELS]) {}
 
     __device__ int index_of(int place) const {
-        return candidates ? candidates[place] : part.first + place;
+        return candidates ? candidates[place].index : part.first + place;
     }
 };
 
@@ -74,17 +85,22 @@ __device__ int first_place() {
 
 __device__ void load_keys(const Row& row, int start, int size, Keys& keys) {
     // Unconditional loads can all be in flight at once.
-    int places[ITEMS];
-    Value values[ITEMS];
+    if (row.candidates) {
+        const Entry* entries = row.candidates + start;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) places[i] = start + min(first_place() + i * WARP, size - 1);
+        for (int i = 0; i < ITEMS; ++i) {
+            keys[i] = entries[min(first_place() + i * WARP, size - 1)].key;
+        }
+    } else {
+        const Value* values = row.values + row.part.first + start;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) places[i] = row.index_of(places[i]);
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) values[i] = row.values[places[i]];
+        for (int i = 0; i < ITEMS; ++i) {
+            keys[i] = key_of(values[min(first_place() + i * WARP, size - 1)]);
+        }
+    }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        keys[i] = first_place() + i * WARP < size ? key_of(values[i]) : 0u;
+        if (first_place() + i * WARP >= size) keys[i] = 0;
     }
 }
 
@@ -108,20 +124,11 @@ __device__ unsigned or_of_warp(unsigned value) {
     return value;
 }
 
-// Return a key that exactly `wanted` entries reach or exceed. If ties prevent that, return the key
-// of the last wanted entry.
-__device__ unsigned key_of_last(const Keys& keys, int wanted) {
+// Return the bits that differ between some keys of the block. `ones` are the bits that are one in
+// some key of the thread, `zeros` those that are zero in some key.
+__device__ unsigned differing_bits(unsigned ones, unsigned zeros) {
     __shared__ unsigned warps_ones[WARP], warps_zeros[WARP];
-    // Two buffers, so that a bit's totals are read while the next bit's are written.
-    __shared__ unsigned totals[2][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    // Bits that are one in some key of the block, and bits that are zero in some key.
-    unsigned ones = 0, zeros = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        ones |= keys[i];
-        zeros |= ~keys[i];
-    }
     ones = or_of_warp(ones);
     zeros = or_of_warp(zeros);
     if (lane == 0) {
@@ -129,117 +136,188 @@ __device__ unsigned key_of_last(const Keys& keys, int wanted) {
         warps_zeros[warp] = zeros;
     }
     __syncthreads();
-    ones = or_of_warp(warps_ones[lane]);
-    zeros = or_of_warp(warps_zeros[lane]);
+    return or_of_warp(warps_ones[lane]) & or_of_warp(warps_zeros[lane]);
+}
 
-    unsigned last = ~zeros;
-    int buffer = 0;
-    for (unsigned differing = ones & zeros; differing != 0; buffer ^= 1) {
-        const unsigned bit = SIGN >> __clz(differing), trial = last | bit;
-        differing ^= bit;
-        unsigned reached = 0;
+// Return the sum of `count` in all threads of lower index. Calls must be separated by a barrier.
+__device__ int sum_of_lower_threads(int count) {
+    __shared__ int totals[WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int sum = count;
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) reached += keys[i] >= trial;
-        reached = sum_of_warp(reached);
-        if (lane == 0) totals[buffer][warp] = reached;
-        __syncthreads();
-        const int count = sum_of_warp(totals[buffer][lane]);
-        if (count >= wanted) last = trial;
-        if (count == wanted) break;
+    for (int step = 1; step < WARP; step *= 2) {
+        const int other = __shfl_up_sync(ALL_LANES, sum, step);
+        if (lane >= step) sum += other;
     }
-    return last;
+    if (lane == WARP - 1) totals[warp] = sum;
+    __syncthreads();
+    return sum - count + static_cast<int>(sum_of_warp(lane < warp ? totals[lane] : 0));
+}
+
+// Two counters per thread. The selection counts entries by bin, the sort by digit and warp.
+__shared__ int counters[2 * THREADS];
+
+struct Threshold {
+    // All wanted entries reach or exceed this key.
+    unsigned key;
+    // Whether no other entries do. False: others may be equal to the key.
+    bool is_exact;
+};
+
+// Return the threshold of the `wanted` largest entries of the block. Radix selection: count all
+// entries by the highest bits that differ; then count those in the bin of the last wanted entry by
+// the next bits, and so on.
+__device__ Threshold threshold_of_largest(const Keys& keys, int wanted) {
+    // The first bin counts the entries with the largest bits.
+    __shared__ int found_bin, found_before, found_count;
+    const int bin = 2 * threadIdx.x;
+    int &first = counters[bin], &second = counters[bin + 1];
+    unsigned ones = 0, zeros = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        ones |= keys[i];
+        zeros |= ~keys[i];
+    }
+    first = second = 0;
+    unsigned differing = differing_bits(ones, zeros);
+    // So far only the bits that all keys share.
+    Threshold threshold = {keys[0] & ~differing, false};
+    while (differing != 0 && !threshold.is_exact) {
+        const int top = KEY_BITS - 1 - __clz(differing), shift = max(0, top + 1 - SELECTED_BITS);
+        const unsigned above = ~0u << top << 1;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (((keys[i] ^ threshold.key) & above) == 0) {
+                atomicAdd(&counters[~(keys[i] >> shift) & (BINS - 1)], 1);
+            }
+        }
+        __syncthreads();
+        const int before = sum_of_lower_threads(first + second);
+        if (before < wanted && wanted <= before + first + second) {
+            const bool is_second = before + first < wanted;
+            found_bin = bin + is_second;
+            found_before = before + is_second * first;
+            found_count = is_second ? second : first;
+        }
+        first = second = 0;
+        __syncthreads();
+        threshold.key |= (~found_bin & (BINS - 1)) << shift & ~above;
+        wanted -= found_before;
+        threshold.is_exact = wanted == found_count;
+        differing &= (1u << shift) - 1;
+    }
+    return threshold;
 }
 
 // Call store(slot, key, place) for the `wanted` largest entries of the block's chunk. `slot` counts
 // them in row order, and `place` is the index of the entry in the chunk.
 template <typename Store>
 __device__ void place_largest(const Keys& keys, int wanted, const Store& store) {
-    // Number of entries above the last key in the high half, and equal to it in the low half.
     __shared__ unsigned totals[WARP];
-    const unsigned last = key_of_last(keys, wanted);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    unsigned own = 0;
+    const unsigned lower_lanes = (1u << lane) - 1;
+    const Threshold threshold = threshold_of_largest(keys, wanted);
+    // Bit i: whether the thread's entry i is wanted.
+    unsigned chosen = 0;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) own += (keys[i] > last) << 16 | (keys[i] == last);
-    own = sum_of_warp(own);
+    for (int i = 0; i < ITEMS; ++i) chosen |= (keys[i] >= threshold.key) << i;
+    if (!threshold.is_exact) {
+        // Of the entries that are equal to the threshold, only the first are wanted. Totals are the
+        // number of entries above the threshold in the high half, and equal to it in the low half.
+        unsigned own = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            own += (keys[i] > threshold.key) << 16 | (keys[i] == threshold.key);
+        }
+        own = sum_of_warp(own);
+        if (lane == 0) totals[warp] = own;
+        __syncthreads();
+        const int equal_wanted = wanted - static_cast<int>(sum_of_warp(totals[lane]) >> 16);
+        int equal_before = sum_of_warp(lane < warp ? totals[lane] : 0u) & 0xffffu;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const unsigned equal = __ballot_sync(ALL_LANES, keys[i] == threshold.key);
+            const int rank = equal_before + __popc(equal & lower_lanes);
+            if (keys[i] == threshold.key && rank >= equal_wanted) chosen &= ~(1u << i);
+            equal_before += __popc(equal);
+        }
+        __syncthreads();
+    }
+    const unsigned own = sum_of_warp(__popc(chosen));
     if (lane == 0) totals[warp] = own;
     __syncthreads();
-    const int equal_wanted = wanted - static_cast<int>(sum_of_warp(totals[lane]) >> 16);
-    const unsigned before = sum_of_warp(lane < warp ? totals[lane] : 0u);
-    int above_before = before >> 16, equal_before = before & 0xffffu;
-
-    const unsigned lower_lanes = (1u << lane) - 1;
+    int before = sum_of_warp(lane < warp ? totals[lane] : 0u);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        const unsigned above = __ballot_sync(ALL_LANES, keys[i] > last);
-        const unsigned equal = __ballot_sync(ALL_LANES, keys[i] == last);
-        const int equal_rank = equal_before + __popc(equal & lower_lanes);
-        if (keys[i] > last || (keys[i] == last && equal_rank < equal_wanted)) {
-            const int above_rank = above_before + __popc(above & lower_lanes);
-            store(above_rank + min(equal_rank, equal_wanted), keys[i], first_place() + i * WARP);
+        const bool is_chosen = chosen >> i & 1;
+        const unsigned lanes = __ballot_sync(ALL_LANES, is_chosen);
+        if (is_chosen) {
+            store(before + __popc(lanes & lower_lanes), keys[i], first_place() + i * WARP);
         }
-        above_before += __popc(above);
-        equal_before += __popc(equal);
+        before += __popc(lanes);
     }
 }
 
-// Descending bitonic sort of `size` entries, a power of two of at most OWN * THREADS. Entries
-// beyond them change. A thread holds the entries `thread + i * THREADS` in registers. Only the
-// steps between WARP and THREADS exchange them through shared memory.
+// Sort `count` entries by descending key, at most OWN * THREADS. Entries with equal keys keep their
+// order. The entries from `count` to OWN * THREADS must have the key 0. Radix sort: each pass orders
+// the entries by six bits of their keys (a digit), from the lowest bits that differ to the highest.
 template <int OWN>
-__device__ void sort_block(Entry* entries, int size) {
-    // With two copies of the entries, one is read while the other is written.
-    constexpr bool TWO_COPIES = 2 * OWN * THREADS <= MAX_K;
-    const int thread = threadIdx.x;
+__device__ void sort_block(Entry* entries, int count) {
+    // The counters are a table [DIGITS, WARP] of numbers of entries by digit and warp. The first row
+    // counts the largest digit. Rows are rotated, so that a warp's counters are in different banks.
+    const auto counter_of = [](int row, int warp) {
+        return &counters[row * WARP + (row + warp) % WARP];
+    };
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int row = 2 * threadIdx.x / WARP, column = 2 * threadIdx.x % WARP;
+    int &first = *counter_of(row, column), &second = *counter_of(row, column + 1);
+    // The thread's entries follow at steps of a warp.
+    const int begin = warp * WARP * OWN + lane;
     Entry own[OWN];
+    unsigned ones = 0, zeros = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) own[i] = entries[thread + i * THREADS];
-    int copy = 0;
-    for (int run = 2; run <= size; run *= 2) {
-        int step = run / 2;
-#pragma unroll
-        for (int distance = OWN / 2; distance > 0; distance /= 2) {
-            if (step != distance * THREADS) continue;
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) {
-                Entry &a = own[i & ~distance], &b = own[i | distance];
-                const bool descends = ((thread + i * THREADS) & run) == 0;
-                if ((i & distance) == 0 && descends == (a < b)) {
-                    const Entry larger = b;
-                    b = a;
-                    a = larger;
-                }
-            }
-            step /= 2;
-        }
-        for (; step > 0; step /= 2) {
-            if (step >= WARP) {
-                if (TWO_COPIES) copy ^= OWN * THREADS;
-                else __syncthreads();
-#pragma unroll
-                for (int i = 0; i < OWN; ++i) entries[copy + thread + i * THREADS] = own[i];
-                __syncthreads();
-            }
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) {
-                const Entry other = step < WARP
-                                        ? __shfl_xor_sync(ALL_LANES, own[i], step)
-                                        : entries[copy + (thread ^ step) + i * THREADS];
-                const bool first = (thread & step) == 0;
-                const bool descends = ((thread + i * THREADS) & run) == 0;
-                if ((first == descends) == (own[i] < other)) own[i] = other;
-            }
+    for (int i = 0; i < OWN; ++i) {
+        own[i] = entries[begin + i * WARP];
+        if (begin + i * WARP < count) {
+            ones |= own[i].key;
+            zeros |= ~own[i].key;
         }
     }
-    __syncthreads();
+    for (unsigned differing = differing_bits(ones, zeros); differing != 0;) {
+        const int shift = __ffs(differing) - 1;
+        differing &= ~((DIGITS - 1u) << shift);
+        first = second = 0;
+        __syncthreads();
+        int ranks[OWN];
+        int* counter[OWN];
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) entries[thread + i * THREADS] = own[i];
-    __syncthreads();
+        for (int i = 0; i < OWN; ++i) {
+            const unsigned digit = ~(own[i].key >> shift) & (DIGITS - 1);
+            const unsigned equal = __match_any_sync(ALL_LANES, digit);
+            const int lower = __popc(equal & ((1u << lane) - 1));
+            counter[i] = counter_of(digit, warp);
+            ranks[i] = *counter[i] + lower;
+            __syncwarp();
+            if (lower == 0) *counter[i] += __popc(equal);
+            __syncwarp();
+        }
+        __syncthreads();
+        const int before = sum_of_lower_threads(first + second);
+        second = before + first;
+        first = before;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) entries[*counter[i] + ranks[i]] = own[i];
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) own[i] = entries[begin + i * WARP];
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-prune_top_k(const Value* __restrict__ values, const int* __restrict__ candidates, int stride,
-            int width, EACH_LEVEL(PART_PARAMETERS), int k, int left, int* __restrict__ survivors) {
+prune_top_k(const Value* __restrict__ values, const Entry* __restrict__ candidates, int stride,
+            int width, EACH_LEVEL(PART_PARAMETERS), int k, int left,
+            Entry* __restrict__ survivors) {
     const Part parts[LEVELS] = {EACH_LEVEL(PART_OF_LEVEL)};
     const Row row(values, stride, candidates, width, parts);
     const int start = blockIdx.y * THREADS * ITEMS;
@@ -248,13 +326,13 @@ prune_top_k(const Value* __restrict__ values, const int* __restrict__ candidates
     survivors += static_cast<long long>(blockIdx.x) * left + blockIdx.y * k;
     Keys keys;
     load_keys(row, start, size, keys);
-    place_largest(keys, min(k, size), [&](int slot, unsigned, int place) {
-        survivors[slot] = row.index_of(start + place);
+    place_largest(keys, min(k, size), [&](int slot, unsigned key, int place) {
+        survivors[slot] = {key, row.index_of(start + place)};
     });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-sort_top_k(const Value* __restrict__ values, const int* __restrict__ candidates, int stride,
+sort_top_k(const Value* __restrict__ values, const Entry* __restrict__ candidates, int stride,
            int width, EACH_LEVEL(PART_PARAMETERS), int k, Value* __restrict__ largest,
            long long* __restrict__ indices) {
     __shared__ Entry entries[MAX_K];
@@ -265,21 +343,17 @@ sort_top_k(const Value* __restrict__ values, const int* __restrict__ candidates,
     indices += static_cast<long long>(blockIdx.x) * k;
     Keys keys;
     load_keys(row, 0, row.part.count, keys);
-    // The inverted index in the chunk makes entries distinct. Of entries with equal keys, the first
-    // is the largest.
     place_largest(keys, wanted, [&](int slot, unsigned key, int place) {
-        entries[slot] = static_cast<Entry>(key) << KEY_BITS | ~static_cast<unsigned>(place);
+        entries[slot] = {key, row.index_of(place)};
     });
-    int size = 1;
-    while (size < wanted) size *= 2;
-    for (int slot = wanted + threadIdx.x; slot < size; slot += THREADS) entries[slot] = 0;
+    for (int slot = wanted + threadIdx.x; slot < MAX_K; slot += THREADS) entries[slot] = {0, 0};
     __syncthreads();
-    if (size <= THREADS) sort_block<1>(entries, size);
-    else if (size <= 2 * THREADS) sort_block<2>(entries, size);
-    else sort_block<MAX_K / THREADS>(entries, size);
+    if (wanted <= THREADS) sort_block<1>(entries, wanted);
+    else if (wanted <= 2 * THREADS) sort_block<2>(entries, wanted);
+    else sort_block<MAX_K / THREADS>(entries, wanted);
     for (int slot = threadIdx.x; slot < k; slot += THREADS) {
         if (slot < wanted) {
-            const int index = row.index_of(~static_cast<unsigned>(entries[slot]));
+            const int index = entries[slot].index;
             largest[slot] = row.values[index];
             indices[slot] = index;
         } else {
