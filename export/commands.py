@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from ..model.bundle.manifest import (
@@ -18,6 +17,7 @@ from ..model.bundle.manifest import (
     Precision,
 )
 from ..model.bundle.spec import BUCKET_STEP, ShapeBucket
+from ..model.console import table_console
 from ..model.exit_signals import exit_on_signals
 from ..model.image_files import is_image_file
 from .engines.options import engine_options
@@ -226,7 +226,7 @@ def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path
     from .verify import verify_bundle
 
     comparisons = verify_bundle(bundle, manifest, checkpoint_from_reference(checkpoint), images)
-    Console().print(table_of(comparisons))
+    table_console().print(table_of(comparisons))
     failed = [c.artifact.path for c in comparisons if not c.passed]
     if failed:
         raise VerificationError(

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
+from ..model.console import table_console
 from .config_commands import ConfiguredCommand
 from .finetune.command import finetune
 from .launcher import launch_processes
@@ -104,7 +104,7 @@ def train(
         with errors_of_main_process():
             stability = train_seeds(settings, seeds, resume=resume)
         if is_main_process():
-            Console().print(stability.table())
+            table_console().print(stability.table())
             click.echo(f"wrote all metrics to {settings.output_dir / STABILITY_FILE}")
         return
     with errors_of_main_process():

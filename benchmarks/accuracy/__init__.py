@@ -255,8 +255,7 @@ def _describe_evaluation(evaluation: "BundleEvaluation") -> str:
 
 
 def _print_metrics(metrics: dict[str, float]) -> None:
-    from rich.console import Console
-
+    from ...model.console import table_console
     from ...training.evaluation.coco_curves import IOU_TYPES
     from ...training.evaluation.coco_metrics import IOU_TITLES, class_table, summary_lines
 
@@ -265,7 +264,7 @@ def _print_metrics(metrics: dict[str, float]) -> None:
     for iou_type in IOU_TYPES:
         click.echo(f"{IOU_TITLES[iou_type]} AP and AR")
         click.echo("\n".join(summary_lines(metrics, iou_type)))
-    Console().print(class_table(metrics))
+    table_console().print(class_table(metrics))
     if metrics["bbox/AP"] == -1:
         click.echo(
             "the metrics are -1 because the evaluated images have no annotated objects; check the "

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shlex
 import subprocess
@@ -20,13 +19,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...model.console import table_console
 from .machine import MachineInfo, describe_machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# Width in characters of tables that are not written to a terminal.
-_FILE_WIDTH = 240
 
 json_option = click.option(
     "--json",
@@ -116,10 +113,7 @@ def publish(record: Record, json_path: Path | None = None, folder: Path | None =
         folder: folder for a Markdown page, a PNG and a JSON file with the same content as
             `json_path`. None: write none of these three.
     """
-    console = Console()
-    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
-        # Without a terminal, Rich assumes 80 columns, and truncates the cells of wider tables.
-        console.width = _FILE_WIDTH
+    console = table_console()
     console.print(Text(record.title, style="bold"))
     for table in record.tables:
         if table.on_terminal:

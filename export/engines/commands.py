@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from ...model.bundle.manifest import (
@@ -20,6 +19,7 @@ from ...model.bundle.manifest import (
     read_manifest,
     verified_path,
 )
+from ...model.console import table_console
 from ..errors import EngineError
 from .options import ENGINE_SUFFIXES
 
@@ -53,7 +53,7 @@ def inspect(plan: Path, as_json: bool) -> None:
     kind = _kind_of(plan)
     artifact = _artifact_of(plan)
     if artifact and not as_json:
-        Console().print(_table_of_build(artifact))
+        table_console().print(_table_of_build(artifact))
     try:
         trt, loaded = load_engine(plan, kind)
     except EngineError as error:
@@ -66,7 +66,7 @@ def inspect(plan: Path, as_json: bool) -> None:
         click.echo(json.dumps(_record(plan, artifact, tensors, layers), indent=2))
         return
     for table in (table_of_tensors(tensors), table_of_layers(layers), table_of_types(layers)):
-        Console().print(table)
+        table_console().print(table)
 
 
 @engine.command()
@@ -90,7 +90,7 @@ def profile(plan: Path, batch: int, runs: int) -> None:
     trt, loaded = load_engine(plan, kind)
     times = profile_layers(trt, loaded, batch, runs)
     kinds = {layer.name: layer.kind for layer in inspected_layers(trt, loaded)}
-    Console().print(table_of_times(times, kinds))
+    table_console().print(table_of_times(times, kinds))
 
 
 @engine.command()

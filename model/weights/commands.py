@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from ..config.reference import text_from_value
+from ..console import table_console
 
 if TYPE_CHECKING:
     from .conversion import WeightsConversion
@@ -69,7 +69,7 @@ def convert(
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(output, conversion.checkpoint)
-    Console(markup=False, emoji=False).print(_conversion_table(conversion))
+    table_console().print(_conversion_table(conversion))
     click.echo(f"the checkpoint is {output}")
 
 

@@ -139,7 +139,8 @@ class Backend(Protocol):
             Outputs for the B images, in host memory.
 
         Raises:
-            BackendError: the batch is too large, memory runs out, or the runtime fails.
+            BackendError: the batch is too large, memory runs out, or TensorRT fails. Other runtimes
+                raise exceptions of their own.
             BundleError: the output masks do not have the shape that the bundle's manifest states.
         """
 
@@ -166,6 +167,7 @@ class DeviceBackend(Backend, Protocol[Array]):
             New tensors on the device, valid once the stream has run the queued work.
 
         Raises:
-            BackendError: the batch is too large, memory runs out, or the runtime fails.
+            BackendError: the batch is too large, memory runs out, or TensorRT fails. Other runtimes
+                raise exceptions of their own.
             BundleError: the output masks do not have the shape that the bundle's manifest states.
         """

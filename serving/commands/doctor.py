@@ -327,9 +327,10 @@ def show(sections: Iterable[CheckSection]) -> bool:
     """
     # Imported here because --help does not need it.
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from ...model.console import table_console
 
     healthy = True
     for section in sections:
@@ -337,7 +338,7 @@ def show(sections: Iterable[CheckSection]) -> bool:
         for result in section.results:
             state = Text(result.state, _STYLES[result.state])
             table.add_row(state, Text(result.subject), Text(result.text))
-        Console(markup=False, emoji=False).print(table)
+        table_console().print(table)
         healthy = healthy and section.is_healthy
     return healthy
 

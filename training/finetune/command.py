@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
+from ...model.console import table_console
 from ...model.plurals import counted
 from ..config_commands import ConfiguredCommand
 
@@ -90,7 +90,7 @@ def _print_plan(data: Path, prepared: "Finetuning") -> None:
             "random weights: "
             f"{', '.join(prepared.replaced_predictors)}"
         )
-    Console(markup=False, emoji=False).print(prepared.table())
+    table_console().print(prepared.table())
 
 
 def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
@@ -106,7 +106,7 @@ def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
 
     metrics = load_checkpoint(checkpoint).metrics
     if metrics:
-        Console(markup=False, emoji=False).print(class_table(metrics))
+        table_console().print(class_table(metrics))
     for iou_type in IOU_TYPES if metrics else ():
         values = (f"{name} {metrics[f'{iou_type}/{name}']:.3f}" for name in ("AP", "AP50", "AP75"))
         click.echo(f"{IOU_TITLES[iou_type]}: {', '.join(values)}")

@@ -98,17 +98,6 @@ def test_terminal_omits_columns_without_information(
     assert json.loads((tmp_path / "new" / "speed.json").read_text())["extra"]["rate"] == 3.0
 
 
-def test_tables_in_files_are_not_cut(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    cells = [f"{index:014}" for index in range(15)]
-    table = ResultTable(heading="Wide", columns=cells, rows=[cells])
-    publish(record(tables=[table]))
-    out = capsys.readouterr().out
-    assert all(out.count(cell) == 2 for cell in cells)
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.00512, "0.00512"), (0.4567, "0.457"), (7.231, "7.23"), (999.94, "1000"),

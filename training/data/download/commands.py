@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from ....model.config.option_types import FiniteRange
+from ....model.console import table_console
 from ....model.download.progress_bars import progress_bars
 from .coco_archives import BASE_URL, Edition, Part
 
@@ -191,8 +191,7 @@ def verify(
     table.add_column("state", overflow="fold")
     for result in results:
         table.add_row(result.path.name, result.fault or "intact")
-    # Without rich's markup, because paths may contain brackets.
-    Console(markup=False, emoji=False, highlight=False).print(table)
+    table_console().print(table)
     faulty = [result for result in results if result.fault is not None]
     for result in faulty:
         click.echo(f"{result.path}: repair it with\n  {result.remedy}")

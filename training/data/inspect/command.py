@@ -100,6 +100,7 @@ def inspect(
     from rich.progress import Progress
     from rich.text import Text
 
+    from ....model.console import table_console
     from ...config import validated_config
 
     if augmented is not None and grid_path is None:
@@ -123,8 +124,7 @@ def inspect(
             decode=decode,
             on_image=lambda: progress.advance(task),
         )
-    # Without rich's markup, because names of classes and files may contain brackets.
-    Console(markup=False, emoji=False).print(*tables_from(report), sep="\n")
+    table_console().print(*tables_from(report), sep="\n")
     if json_path is not None:
         _write_json(report, json_path)
         click.echo(f"wrote the report with all findings to {json_path}")

@@ -1,0 +1,13 @@
+import pytest
+from rich.table import Table
+
+from maskrcnn_trt.model.console import table_console
+
+
+def test_tables_in_files_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [f"[car] {index:08}" for index in range(12)]
+    table = Table(*cells)
+    table.add_row(*cells)
+    table_console().print(table)
+    out = capsys.readouterr().out
+    assert all(out.count(cell) == 2 for cell in cells)
