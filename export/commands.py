@@ -17,9 +17,9 @@ from ..model.bundle.manifest import (
     Precision,
 )
 from ..model.bundle.spec import BUCKET_STEP, ShapeBucket
-from ..model.console import table_console
 from ..model.exit_signals import exit_on_signals
 from ..model.image_files import is_image_file
+from ..plugins.runtime.console import table_console
 from .engines.options import engine_options
 from .errors import VerificationError
 

@@ -8,6 +8,7 @@ from rich.progress import track
 from rich.table import Table
 
 from .runtime.compute_capability import CapabilityType
+from .runtime.console import table_console
 
 
 @click.group()
@@ -50,7 +51,7 @@ def build(capabilities: tuple[str, ...]) -> None:
     for name, variants in sorted(code_sizes.items()):
         totals = (f"{sum(sizes) / 1024:.0f} KiB" for sizes in zip(*variants, strict=True))
         table.add_row(name, str(len(variants)), *totals)
-    Console().print(table)
+    table_console().print(table)
     click.echo(f"the compiled kernels are in {cache_folder('kernels')}")
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..model.console import table_console
+from ..plugins.runtime.console import table_console
 from .config_commands import ConfiguredCommand
 from .finetune.command import finetune
 from .launcher import launch_processes

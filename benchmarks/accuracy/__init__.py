@@ -255,7 +255,7 @@ def _describe_evaluation(evaluation: "BundleEvaluation") -> str:
 
 
 def _print_metrics(metrics: dict[str, float]) -> None:
-    from ...model.console import table_console
+    from ...plugins.runtime.console import table_console
     from ...training.evaluation.coco_curves import IOU_TYPES
     from ...training.evaluation.coco_metrics import IOU_TITLES, class_table, summary_lines
 

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...model.console import table_console
+from ...plugins.runtime.console import table_console
 from .machine import MachineInfo, describe_machine
 
 if TYPE_CHECKING:

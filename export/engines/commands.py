@@ -19,7 +19,7 @@ from ...model.bundle.manifest import (
     read_manifest,
     verified_path,
 )
-from ...model.console import table_console
+from ...plugins.runtime.console import table_console
 from ..errors import EngineError
 from .options import ENGINE_SUFFIXES
 

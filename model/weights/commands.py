@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.table import Table
 
+from ...plugins.runtime.console import table_console
 from ..config.reference import text_from_value
-from ..console import table_console
 
 if TYPE_CHECKING:
     from .conversion import WeightsConversion

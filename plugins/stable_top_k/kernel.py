@@ -55,11 +55,11 @@ def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launc
     Of each chunk of `CHUNK` candidates of a part, the kernel keeps the k largest.
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, L, C] int64. The high half of a candidate is its index in the row of values, the low half
-    an integer that has the order of the values. A part's candidates are ordered by index. C is the
-    largest number of candidates of a part. If the tensor of candidates is empty, all entries of a
-    part are candidates. The output is the candidates that are kept, in the same form,
-    [rows, L, survivors(C, k)] int64.
+    [rows, L, C] int64. The high 32 bits of a candidate are its index in the row of values. The low
+    32 bits are an unsigned key that has the order of the values. A part's candidates are ordered by
+    index. C is the largest number of candidates of a part. If the tensor of candidates is empty,
+    all entries of a part are candidates. The output is the candidates that are kept, in the same
+    form, [rows, L, survivors(C, k)] int64.
     """
     count = longest(parts)
     scalars = (stride, count, *chain(*parts), k, survivors(count, k))

@@ -6,7 +6,7 @@
 // k-th largest entry, and writes the k largest entries in row order, which breaks ties.
 // `prune_top_k` does no more. It is launched until the remaining entries of a part fit into one
 // block. Then `sort_top_k` does the same, and sorts the k entries by a radix sort. Both skip bits
-// that all keys share: 13 of 32 if the values were computed in fp16.
+// that all keys share, such as the low 13 of 32 if the values were computed in fp16.
 //
 // Compile-time constants: VALUE (type), ITEMS, LEVELS (number of parts), MAX_K (largest number of
 // sorted entries, a power of two), THREADS.
@@ -18,7 +18,7 @@
 
 constexpr int WARP = 32;
 constexpr int KEY_BITS = 32;
-// Number of bits by which one pass of the selection counts entries, and number of their values.
+// Bits of the keys per pass of the selection, and number of bins.
 constexpr int SELECTED_BITS = 11;
 constexpr int BINS = 1 << SELECTED_BITS;
 // Number of values of the six bits by which one pass of the sort orders entries.
@@ -69,7 +69,7 @@ struct Row {
 
 // Integer key of a value: SIGN plus or minus the bits of its magnitude. Zeros of either sign are
 // equal. All NaN are equal and the largest. No value has the key 0. If the low bits of values are
-// zero, as in values of 16 bits, the low bits of their keys are zero too.
+// zero, as in values of 16 bits, the low bits of their keys are zero too, except for NaN.
 __device__ unsigned key_of(Value value) {
     const float wide = widen(value);
     const unsigned bits = __float_as_uint(wide), magnitude = bits & ~SIGN;
@@ -125,7 +125,8 @@ __device__ unsigned or_of_warp(unsigned value) {
 }
 
 // Return the bits that differ between some keys of the block. `ones` are the bits that are one in
-// some key of the thread, `zeros` those that are zero in some key.
+// some key of the thread, `zeros` those that are zero in some key. Calls must be separated by a
+// barrier.
 __device__ unsigned differing_bits(unsigned ones, unsigned zeros) {
     __shared__ unsigned warps_ones[WARP], warps_zeros[WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -168,8 +169,9 @@ struct Threshold {
 // entries by the highest bits that differ; then count those in the bin of the last wanted entry by
 // the next bits, and so on.
 __device__ Threshold threshold_of_largest(const Keys& keys, int wanted) {
-    // The first bin counts the entries with the largest bits.
+    // Bin of the last wanted entry, number of entries in earlier bins, and number in this bin.
     __shared__ int found_bin, found_before, found_count;
+    // The thread's two bins. The first bin of all has the entries with the largest bits.
     const int bin = 2 * threadIdx.x;
     int &first = counters[bin], &second = counters[bin + 1];
     unsigned ones = 0, zeros = 0;
@@ -264,7 +266,7 @@ __device__ void place_largest(const Keys& keys, int wanted, const Store& store) 
 template <int OWN>
 __device__ void sort_block(Entry* entries, int count) {
     // The counters are a table [DIGITS, WARP] of numbers of entries by digit and warp. The first row
-    // counts the largest digit. Rows are rotated, so that a warp's counters are in different banks.
+    // counts the largest digit. Rows are rotated, so that each bank has two of a warp's counters.
     const auto counter_of = [](int row, int warp) {
         return &counters[row * WARP + (row + warp) % WARP];
     };

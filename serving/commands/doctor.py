@@ -330,7 +330,7 @@ def show(sections: Iterable[CheckSection]) -> bool:
     from rich.table import Table
     from rich.text import Text
 
-    from ...model.console import table_console
+    from ...plugins.runtime.console import table_console
 
     healthy = True
     for section in sections:

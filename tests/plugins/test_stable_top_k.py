@@ -93,7 +93,7 @@ def test_any_memory_layout(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rows", "count", "k"),
-    [(8, 201600, 1000), (8, 80000, 2000), (8, 5000, 1000), (1, 300000, 4096), (128, 16385, 1000),
+    [(8, 201600, 1000), (8, 80000, 2000), (8, 5000, 1025), (1, 300000, 4096), (128, 16385, 1024),
      (2, 63000, 12000), (1, 300000, 16384), (2, 9000, 5000), (2, 6000, 6000), (1, 50000, 16385)],
 )  # fmt: skip
 def test_long_rows_on_a_gpu(rows: int, count: int, k: int) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...model.console import table_console
 from ...model.plurals import counted
+from ...plugins.runtime.console import table_console
 from ..config_commands import ConfiguredCommand
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import click
 from rich.table import Table
 
 from ....model.config.option_types import FiniteRange
-from ....model.console import table_console
 from ....model.download.progress_bars import progress_bars
+from ....plugins.runtime.console import table_console
 from .coco_archives import BASE_URL, Edition, Part
 
 _EDITIONS = ("coco2014", "coco2017")

@@ -100,7 +100,7 @@ def inspect(
     from rich.progress import Progress
     from rich.text import Text
 
-    from ....model.console import table_console
+    from ....plugins.runtime.console import table_console
     from ...config import validated_config
 
     if augmented is not None and grid_path is None:
