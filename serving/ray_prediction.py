@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -155,6 +156,10 @@ def stored_images(sources: Sequence[str]) -> StoredImages:
 def _quoted_address(source: str) -> str:
     # Arrow would cut an address at `#`, which is part of a name here. Users quote `?` and `%` in
     # names themselves, as `%3F` and `%25`.
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        raise _name_error("of an image or folder", os.fsencode(source)) from None
     return quote(source, safe=_UNQUOTED) if "://" in source else source
 
 
@@ -171,8 +176,12 @@ def _image_paths(files: pyarrow.fs.FileSystem, path: str) -> list[str]:
             if info.is_file and is_image_file(PurePosixPath(info.path))
         )
     except UnicodeDecodeError as error:
-        name = error.object.decode(errors="backslashreplace")
-        raise ServingError(f"a file name in {path} is not UTF-8: {name}; rename the file") from None
+        raise _name_error(f"in {path}", error.object) from None
+
+
+def _name_error(place: str, name: bytes) -> ServingError:
+    shown = name.decode(errors="backslashreplace")
+    return ServingError(f"a file name {place} is not UTF-8: {shown}; rename the file")
 
 
 def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
@@ -262,9 +271,9 @@ def _translated_storage_errors() -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         raise ServingError(
-            f"cannot access images or results: {error}; check that the bucket exists (at Amazon "
-            "S3, or at the server that AWS_ENDPOINT_URL names), and that AWS_ACCESS_KEY_ID may "
-            "access it"
+            f"cannot access images or results: {error}; if they are in a bucket, check that it "
+            "exists (at Amazon S3, or at the server that AWS_ENDPOINT_URL names), and that "
+            "AWS_ACCESS_KEY_ID may access it"
         ) from error
 
 
@@ -273,7 +282,13 @@ def _write_detections(
 ) -> None:
     with contextlib.ExitStack() as stack:
         if not ray.is_initialized():  # if the caller has started Ray, it stays up
-            stack.enter_context(ray.init())
+            try:
+                stack.enter_context(ray.init())
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ServingError(
+                    f"Ray does not start, or its cluster is not reachable: {error}; check the "
+                    "environment variable RAY_ADDRESS"
+                ) from error
         try:
             _detections(images, detector, batch_size).write_parquet(output)
         except ray.exceptions.RayError as error:
@@ -293,7 +308,8 @@ def _detections(
         batch_size: Number of rows per call of `_RayDetector`.
     """
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    gpus = int(resources.get("GPU", 0))
+    # At least one core, because machines with cores may join the cluster later.
+    gpus, cores = int(resources.get("GPU", 0)), max(1, int(resources.get("CPU", 0)))
     # The files are not read by Ray's own reader, which skips hidden files and stops at unreadable
     # ones.
     rows = ray.data.from_items([{"store": store, "path": path} for store, path in images.paths])
@@ -301,7 +317,7 @@ def _detections(
         _RayDetector,
         batch_size=batch_size,
         batch_format="numpy",
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=gpus or int(resources["CPU"])),
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=gpus or cores),
         fn_constructor_kwargs=detector,
         num_gpus=1 if gpus else None,
         num_cpus=None if gpus else 1,

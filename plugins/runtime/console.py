@@ -18,6 +18,7 @@ def table_console() -> Console:
     environment variable COLUMNS overrides both. Square brackets are printed as they are, because
     names of classes and files may contain them.
     """
-    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
+    # stdout is None if the caller has closed it.
+    if (sys.stdout and sys.stdout.isatty()) or os.environ.get("COLUMNS", "").isdigit():
         return Console(markup=False, emoji=False)
     return Console(markup=False, emoji=False, width=_FILE_WIDTH, height=_FILE_HEIGHT)

@@ -219,7 +219,9 @@ def _is_cancelled_task(error: BaseException) -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def error_from_rpc(error: grpc.RpcError, address: str, timeout_s: float) -> ClientError:
+def error_from_rpc(
+    error: grpc.RpcError, address: str, timeout_s: float, service: str = SERVICE
+) -> ClientError:
     """Return the `ClientError` for a failed call.
 
     - `UnreachableError`: CANCELLED (the server dropped the request), UNIMPLEMENTED (the server at
@@ -233,6 +235,7 @@ def error_from_rpc(error: grpc.RpcError, address: str, timeout_s: float) -> Clie
         error: The gRPC error.
         address: The server's address, for the message.
         timeout_s: The deadline of the call in seconds, for the message.
+        service: Full name of the called gRPC service, for the message.
     """
     status, details = error.code(), error.details() or ""
     if status is grpc.StatusCode.CANCELLED:
@@ -250,7 +253,7 @@ def error_from_rpc(error: grpc.RpcError, address: str, timeout_s: float) -> Clie
         )
     if status is grpc.StatusCode.UNIMPLEMENTED:
         return UnreachableError(
-            f"the server at {address} does not offer the service {SERVICE} ({details}); check the "
+            f"the server at {address} does not offer the service {service} ({details}); check the "
             "address"
         )
     if status in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
@@ -265,7 +268,9 @@ def error_from_rpc(error: grpc.RpcError, address: str, timeout_s: float) -> Clie
             f"the request is larger than the server at {address} accepts ({details}); "
             f"{TOO_LARGE_REMEDY}",
         )
-    return RefusedError(status, details)
+    return RefusedError(
+        status, details or f"the server at {address} gave no reason for its status {status.name}"
+    )
 
 
 def _is_from_server(error: grpc.RpcError) -> bool:

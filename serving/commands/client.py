@@ -117,6 +117,7 @@ def health(host: str, service: str, timeout_s: float, **security: Any) -> None:
     """
     import grpc
     from grpc_health.v1 import health_pb2 as pb
+    from grpc_health.v1.health import SERVICE_NAME
     from grpc_health.v1.health_pb2_grpc import HealthStub
 
     from ..client.connection import error_from_rpc
@@ -132,7 +133,7 @@ def health(host: str, service: str, timeout_s: float, **security: Any) -> None:
         try:
             response = HealthStub(channel).Check(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise error_from_rpc(error, host, timeout_s) from error
+            raise error_from_rpc(error, host, timeout_s, SERVICE_NAME) from error
     state = pb.HealthCheckResponse.ServingStatus.Name(response.status)
     if response.status != pb.HealthCheckResponse.SERVING:
         raise ServingError(

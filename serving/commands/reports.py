@@ -141,7 +141,7 @@ def write_report(
         try:
             for path, outcome in track(pairs, "Detecting", len(files), console=console):
                 failure = report.add(path, outcome)
-                if failure:
+                if failure is not None:
                     failures.append(f"{path}: {failure}")
                     console.print(failures[-1], style="red", soft_wrap=True)
         finally:
@@ -167,11 +167,10 @@ class _Report:
         self._images = 0
         self._detections = 0
 
-    def add(self, path: Path, outcome: Detections | Exception) -> str:
+    def add(self, path: Path, outcome: Detections | Exception) -> str | None:
         """Write an image's annotated image and arrays, and collect its COCO results for `finish`.
 
         Return an error message if `outcome` is an error or the annotated image cannot be drawn.
-        Otherwise, return "".
         """
         self._done += 1
         if not isinstance(outcome, Detections):
@@ -194,7 +193,7 @@ class _Report:
             except (OSError, ImageError) as error:  # the input file was replaced or deleted
                 return f"the annotated image was not drawn: {_failure_message(error)}"
             _write(self._folder / f"{stem}.png", annotated)
-        return ""
+        return None
 
     def finish(self) -> None:
         """Write the COCO results and print the totals. If no image has succeeded, do neither.
@@ -209,7 +208,8 @@ class _Report:
         if "coco" in self._formats:
             _write(self._folder / RESULTS_NAME, json.dumps(self._results).encode())
         detections, images = counted(self._detections, "detection"), counted(self._images, "image")
-        click.echo(f"{detections} in {images}, see {self._folder}")
+        # The name of the folder can have bytes that are not UTF-8.
+        click.echo(f"{detections} in {images}, see {click.format_filename(self._folder)}")
 
 
 def _write(path: Path, data: bytes) -> None:

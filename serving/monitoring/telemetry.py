@@ -154,7 +154,7 @@ def load_tracer(tracing: bool) -> Tracer:
     """Return an OpenTelemetry tracer if `tracing` is true, else a tracer that records nothing.
 
     Raises:
-        ServingError: OpenTelemetry is not installed.
+        ServingError: OpenTelemetry is not installed, or rejects an environment variable.
     """
     if not tracing:
         return Tracer()
@@ -165,6 +165,10 @@ def load_tracer(tracing: bool) -> Tracer:
             f"tracing needs {error.name}, which is not installed; "
             'install it with pip install "maskrcnn-trt[tracing]"'
         ) from None
+    except Exception as error:  # of several types, some of which are OpenTelemetry's own
+        raise ServingError(
+            f"OpenTelemetry cannot be set up: {error}; check the environment variables OTEL_..."
+        ) from error
 
 
 class OpenTelemetryTracer(Tracer):

@@ -3,16 +3,19 @@
 import asyncio
 import os
 import re
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from bundle_copies import linked_copy
 from gated_engine import Gate
 from http_server import free_port
+from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as openmetrics_families,
 )
@@ -39,6 +42,12 @@ FORMATS = {
 def served(bundle: Path, caplog: pytest.LogCaptureFixture) -> Any:
     """Return a function that serves the bundle within a context."""
     return partial(serving, bundle, caplog)
+
+
+def test_start_looks_up_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", None)
+    with prometheus.metrics_server(CollectorRegistry(), "0.0.0.0", 0) as url:
+        assert httpx.get(url.replace("0.0.0.0", "127.0.0.1")).status_code == 200
 
 
 def detect_request(image: bytes, **fields: Any) -> pb.DetectRequest:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -166,6 +167,24 @@ def test_ray_agrees_with_predict_on_folders_and_buckets(
     assert "bucket/none" in nothing.stderr.splitlines()[-1]
     assert gone.returncode == 1
     assert "AWS_ENDPOINT_URL" in gone.stderr.splitlines()[-1]
+
+
+def test_faults_without_a_cluster(bundle: Path, tmp_path: Path) -> None:
+    for name in (b"a.jpg", b"\xff.jpg"):
+        (tmp_path / os.fsdecode(name)).touch()
+    for source, cluster, reason in [
+        (str(tmp_path / os.fsdecode(b"\xff.jpg")), "", r"\\xff.jpg; rename"),
+        (str(tmp_path / "a.jpg"), "auto", "RAY_ADDRESS"),
+    ]:
+        command = "from maskrcnn_trt.cli import main; main()"
+        words = [sys.executable, "-c", command, "predict", str(bundle), source, "--ray"]
+        run = subprocess.run(
+            [*words, "-o", str(tmp_path / "results")],
+            capture_output=True, text=True, env={**os.environ, "RAY_ADDRESS": cluster},
+        )  # fmt: skip
+        assert run.returncode == 1
+        assert run.stderr.splitlines()[-1].startswith("Error: ")
+        assert re.search(reason, run.stderr)
 
 
 def test_conflicting_options_of_predict(bundle: Path, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ const context = canvas.getContext("2d");
 
 // Limits of the longest side of the displayed canvas. Downloads have the size of the image.
 const [MIN_SIDE, MAX_SIDE] = [800, 1600];
-const SENT_TYPES = ["image/jpeg", "image/png", "image/webp"];
+// Others are sent as JPEG: unlike the server, browsers ignore the EXIF orientation of WebP.
+const SENT_TYPES = ["image/jpeg", "image/png"];
 
 let token = "";
 let model = null;
@@ -197,6 +198,7 @@ function highlight(detection, scroll = false) {
 function draw(target = context, width = canvas.width) {
   const scale = width / found.width;
   target.setTransform(scale, 0, 0, scale, 0, 0);
+  target.clearRect(0, 0, found.width, found.height); // the image may be transparent
   target.drawImage(image, 0, 0, found.width, found.height);
   const side = Math.sqrt(found.width * found.height);
   target.lineWidth = Math.max(1 / scale, side / 400);

@@ -44,6 +44,8 @@ class ScriptedDetector(StubDetector):
             context.add_callback(self.ended.release)
             self.started.release()
             self.release.wait(60)
+        if request.image == b"silent":
+            context.abort(grpc.StatusCode.UNKNOWN, "")
         if request.image in _STATUSES:
             context.abort(_STATUSES[request.image], "rejected")
         return super().Detect(request, context)
@@ -64,6 +66,11 @@ def scripted(detector: ScriptedDetector) -> Iterator[str]:
 def kinds(outcomes: list[Any]) -> list[type | int]:
     """Return the height of each result, which is its image's size, or the type of the error."""
     return [o.height if isinstance(o, Detections) else type(o) for o in outcomes]
+
+
+def test_a_status_without_a_message_gets_one(scripted: str) -> None:
+    with DetectorClient(scripted) as client, pytest.raises(RefusedError, match="UNKNOWN"):
+        client.detect(b"silent")
 
 
 @both_runs

@@ -275,9 +275,9 @@ def test_deleted_image_does_not_affect_the_others(
 def test_messages_are_printed_without_markup(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = [Path(name) for name in (":cat:.jpg", "[bold]street[/bold].jpg")]
-    reasons = [ImageError("sent to localhost:abc"), ImageError("[red]")]
-    with pytest.raises(Exception, match="2 of 2 images failed"):
+    paths = [Path(name) for name in (":cat:.jpg", "[bold]street[/bold].jpg", "c.jpg")]
+    reasons = [ImageError("sent to localhost:abc"), ImageError("[red]"), ImageError("")]
+    with pytest.raises(Exception, match="3 of 3 images failed"):
         write_report(paths, reasons, tmp_path)
     stderr = capsys.readouterr().err
     assert ":cat:.jpg: sent to localhost:abc" in stderr

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 from http_server import HttpAddress, served_over_http
-from PIL import Image
+from PIL import ExifTags, Image
 
 import maskrcnn_trt.serving.http.server
 
@@ -63,8 +63,8 @@ class Tab:
         if message.type == "error":
             self.errors.append(message.text)
 
-    def send(self, data: bytes, name: str = "tiles.png") -> None:
-        files = {"name": name, "mimeType": "image/png", "buffer": data}
+    def send(self, data: bytes, name: str = "tiles.png", kind: str = "image/png") -> None:
+        files = {"name": name, "mimeType": kind, "buffer": data}
         self.page.locator("#file").set_input_files(files)
 
     def wait_for_result(self) -> None:
@@ -241,6 +241,25 @@ def test_downloads(tab: Tab, picture: Encode, found: Any) -> None:
     result = json.loads(files["JSON"])
     assert [d["score"] for d in result["detections"]] == [d["score"] for d in found]
     assert result["timing"]["infer_us"] > 0
+
+
+@pytest.mark.browser
+def test_transparent_and_rotated_webp(tab: Tab, picture: Encode) -> None:
+    image, exif = Image.open(BytesIO(picture(codec="PNG"))), Image.Exif()
+    image.putalpha(0)
+    exif[ExifTags.Base.Orientation] = 6
+    file = BytesIO()
+    image.save(file, "WEBP", lossless=True, exif=exif)
+    with tab.page.expect_request("**/v1/detect*") as request:
+        tab.send(file.getvalue(), "sign.webp", "image/webp")
+    # Chromium ignores the orientation of WebP, so the server must not apply it.
+    assert request.value.headers["content-type"] == "image/jpeg"
+    tab.wait_for_result()
+    tab.page.get_by_label("Minimum score").fill("1")
+    assert tab.options.count() == 0
+    area = "getContext('2d').getImageData(0, 0, canvas.width, canvas.height)"
+    blank = f"canvas => canvas.{area}.data.every(value => value === 0)"
+    assert tab.page.locator("#canvas").evaluate(blank)
 
 
 @pytest.mark.browser

@@ -178,6 +178,15 @@ def test_server_works_without_a_collector(
     trace(send, wide_bundle)
 
 
+@pytest.mark.parametrize("name", ["EXPORTER_OTLP_TIMEOUT", "EXPORTER_OTLP_COMPRESSION"])
+def test_invalid_environment_variables_are_reported(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"OTEL_{name}", "10s")
+    with pytest.raises(ServingError, match=r"10s.*OTEL"):
+        load_tracer(tracing=True)
+
+
 def test_missing_opentelemetry_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "opentelemetry"]:
         monkeypatch.setitem(sys.modules, name, None)
