@@ -6,11 +6,12 @@ from small_models import ground_truth, noise_images, random_model, small_config
 
 
 @pytest.mark.parametrize(
-    ("features", "norm"),
-    [("fpn", "frozen_bn"), ("fpn", "bn"), ("fpn", "gn"), ("c4", "bn"), ("c4", "gn"), ("c5", "gn")],
-)
-def test_a_training_step_lowers_the_loss(features: str, norm: str) -> None:
-    model = random_model(small_config("resnet50", features, norm)).train()
+    ("name", "features", "norm"),
+    [("resnet50", "fpn", "frozen_bn"), ("resnet10", "fpn", "bn"), ("resnet50", "fpn", "gn"),
+     ("resnet10", "c4", "bn"), ("resnet10", "c4", "gn"), ("resnet50", "c5", "gn")],
+)  # fmt: skip
+def test_a_training_step_lowers_the_loss(name: str, features: str, norm: str) -> None:
+    model = random_model(small_config(name, features, norm)).train()
     images, sizes = noise_images()
     targets, seeds = ground_truth(), torch.arange(2)
     losses = model(images, sizes, targets, seeds).means()
