@@ -35,7 +35,7 @@ def test_stem_in_16_bits_keeps_its_norm(norm: str) -> None:
 def test_program_reproduces_the_model_for_every_body(
     features: str, norm: str, changes: dict[str, dict[str, object]]
 ) -> None:
-    name = "resnet18" if features == "fpn" else "resnet50"
+    name = "resnet50" if features == "c5" else "resnet10"
     model = random_model(small_config(name, features, norm, **changes)).eval()
     images, image_sizes = noise_images()
     with torch.inference_mode():
