@@ -3,11 +3,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import LoadTiny, assert_equal, largest_difference, load_tiny, measure, train
+from tiny_run import (
+    LoadTiny,
+    assert_equal,
+    largest_difference,
+    load_tiny,
+    measure,
+    run_in_two_processes,
+    train,
+)
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import ConfigError, load_config
@@ -15,35 +24,40 @@ from maskrcnn_trt.training.reporting import METRICS_FILE
 from maskrcnn_trt.training.run import run_training
 
 
-def _train_in_two_processes(*args: str) -> "subprocess.Popen[str]":
+def _launch(_: Path, *args: str) -> tuple[list[int | None], str, str]:
+    """Let `maskrcnn train` start its two processes; see `run_in_two_processes`."""
     # The number of threads determines the order of sums, and thus the last bits.
     env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-m", "maskrcnn_trt", "train", *args, "processes=2"]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "maskrcnn_trt", *args, "processes=2"]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+    return [done.returncode], done.stdout, ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
+    ("start", "settings"),
     [
         # DistributedDataParallel. The backbone is frozen after one epoch.
-        ("solver.accumulate=2", "solver.freeze_backbone_after_epoch=1"),
-        ("compile=true", "solver.freeze_backbone_after_epoch=1"),
+        (run_in_two_processes, ("solver.accumulate=2", "solver.freeze_backbone_after_epoch=1")),
+        (_launch, ("compile=true", "solver.freeze_backbone_after_epoch=1")),
     ],
     ids=["accumulated", "compiled"],
 )
 def test_two_processes_equal_one(
-    settings: tuple[str, ...], tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., tuple[list[int | None], str, str]],
+    settings: tuple[str, ...],
+    tiny_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compare weights and losses with float tolerance."""
     # Compilation itself takes minutes on a CPU.
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     settings += ("solver.max_iterations=6", "solver.base_lr=0.001", "log_period=1")
     output = f"output_dir={tmp_path / 'together'}"
-    with _train_in_two_processes(str(tiny_config), output, *settings) as together:
-        alone = train(load_tiny(tiny_config, tmp_path / "alone", *settings, "compile=false"))
-        printed, _ = together.communicate()
-    assert together.returncode == 0
+    codes, printed, _ = start(tmp_path, "train", str(tiny_config), output, *settings)
+    assert not any(codes)
+    alone = train(load_tiny(tiny_config, tmp_path / "alone", *settings, "compile=false"))
     path = tmp_path / "together" / "model_final.pth"
     assert printed.splitlines()[0] == f"the final checkpoint is {path}"
     both = load_checkpoint(path)
