@@ -51,6 +51,7 @@ async def sending(*sends: Callable[[], Any]) -> AsyncIterator[Load]:
     async def repeat(send: Callable[[], Any]) -> None:
         while not is_over.is_set():
             load.outcomes.append(await send())
+            await asyncio.sleep(0.05)  # leaves CPU time to the servers
 
     async with asyncio.TaskGroup() as tasks:
         for send in sends:
@@ -92,8 +93,6 @@ async def test_stopping_server_completes_accepted_requests_and_ignores_silent_cl
     async def send(stub: Any) -> tuple[grpc.StatusCode, bool]:
         call = stub.Detect(request, timeout=60)
         status, metadata = await call.code(), await call.trailing_metadata()
-        if status is not grpc.StatusCode.OK:
-            await asyncio.sleep(0.02)
         return status, REQUEST_ID_KEY in dict(metadata or ())
 
     async with contextlib.AsyncExitStack() as stack:
@@ -141,9 +140,9 @@ async def test_no_call_fails_when_two_of_three_servers_stop(
             sends += CALLS * [lambda client=client: client.detect(image)]
         async with sending(*sends) as load:
             for (process, _), number in zip(servers, (signal.SIGTERM, signal.SIGINT), strict=False):
-                await load.get(40)
+                await load.get(20)
                 assert await stop(process, number) == 0
-            await load.get(40)
+            await load.get(20)
         assert await stop(servers[2][0]) == 0  # after this, its log is complete
     assert all(isinstance(outcome, Detections) for outcome in load.outcomes)
     completed = [statuses_in(log).count("OK") for log in logs]

@@ -116,9 +116,9 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def wait_for_responses(self) -> None:
-        """Wait for ten more responses."""
-        enough = self.completed + 10
+    def wait_for_responses(self, count: int = 10) -> None:
+        """Wait for more responses."""
+        enough = self.completed + count
         wait_until(lambda: self.completed >= enough)
 
     def _send_requests(self, precision: str) -> None:
@@ -129,7 +129,7 @@ class Load:
                 self.completed += 1
             except grpc.RpcError as error:
                 self.failures.append(error)
-            time.sleep(0.02)  # leaves CPU time to a model reload that the test runs
+            time.sleep(0.06)  # leaves CPU time to a model reload that the test runs
 
 
 def wait_until(is_so: Callable[[], object]) -> None:

@@ -119,7 +119,7 @@ def test_reload_and_stop_under_load(wide_bundle: Path, tmp_path: Path, picture: 
         process.send_signal(signal.SIGHUP)
         wait_until(lambda: "reloaded" in log.read_text())
         for load in loads:
-            load.wait_for_responses()
+            load.wait_for_responses(2)
         process.send_signal(signal.SIGTERM)
         assert next(health).status == HealthCheckResponse.NOT_SERVING
         for load in loads:
