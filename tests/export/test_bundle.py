@@ -25,9 +25,7 @@ def test_bundle_has_the_files_of_its_manifest(bundle: Path) -> None:
 @pytest.mark.slow
 def test_polygraphy_finds_no_fault(bundle: Path, half_bundle: Path, tmp_path: Path) -> None:
     """NVIDIA's linter runs every subgraph in ONNX Runtime, our nodes by their function bodies."""
-    folders = (bundle, half_bundle)
-    paths = {folder / a.path for folder in folders for a in read_manifest(folder).artifacts}
-    assert len(paths) == 3
+    paths = [folder / read_manifest(folder).artifacts[0].path for folder in (bundle, half_bundle)]
     polygraphy, report = Path(sys.executable).with_name("polygraphy"), tmp_path / "report.json"
     for path in paths:
         command = (polygraphy, "check", "lint", path, "--output", report)

@@ -1,6 +1,5 @@
 import importlib.util
 import shutil
-import signal
 import subprocess
 import sys
 from functools import partial
@@ -106,16 +105,13 @@ def test_folders_with_other_files_are_kept(
         assert (folder / "thesis.tex").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_terminated_export_leaves_nothing(
-    tiny_checkpoint: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_terminated_export_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "maskrcnn_trt", "export", str(tiny_checkpoint), "-o", "bundle"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"exporting fp32")
-        process.send_signal(number)
-    assert process.returncode == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+        process.terminate()
+    assert process.returncode == 143
     assert list(tmp_path.iterdir()) == []
 
 
