@@ -42,7 +42,8 @@ def test_detectron2_anchors_are_not_rounded_and_ordered_by_size() -> None:
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @torch.inference_mode()
 def test_detections_equal_the_reference(convention: str, features: str) -> None:
-    config = small_config("resnet50", features, "frozen_bn", **CONVENTIONS[convention])
+    name = "resnet50" if features == "c5" else "resnet10"
+    config = small_config(name, features, "frozen_bn", **CONVENTIONS[convention])
     model = random_model(config).eval()
     images, sizes = noise_images()
     found = model(images, sizes)
