@@ -125,33 +125,25 @@ def test_unknown_names_have_a_suggestion(command: object, tmp_path: Path, pictur
     assert "did you mean torchvision:maskrcnn_resnet50_fpn" in str(result.exception)
 
 
-def test_a_failed_download_is_an_error_of_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, picture: Encode
-) -> None:
-    image = tmp_path / "1.png"
-    image.write_bytes(picture())
-    with zoo_mirror(tmp_path, monkeypatch, {NAME: b"x"}):
-        other = "torchvision:maskrcnn_resnet50_fpn_v2"
-        result = invoke(predict, other, image, "-o", tmp_path / "out")
-    assert isinstance(result.exception, DownloadError)
-    assert "404" in str(result.exception)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow
-def test_an_unreadable_weights_file_ends_the_command(
+def test_failed_downloads_and_exports_end_the_command(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     picture: Encode,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The exporting process reports the error."""
+    """The exporting process reports that a weights file is damaged."""
     image = tmp_path / "1.png"
     image.write_bytes(picture())
     with zoo_mirror(tmp_path, monkeypatch, {NAME: b"x"}):
-        result = invoke(predict, NAME, image, "-o", tmp_path / "out")
-    assert result.exit_code == 1
+        missing, damaged = (
+            invoke(predict, name, image, "-o", tmp_path / "out") for name in (f"{NAME}_v2", NAME)
+        )
+    assert isinstance(missing.exception, DownloadError)
+    assert "404" in str(missing.exception)
+    assert damaged.exit_code == 1
     assert "damaged" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "cache").rglob("*.onnx"))
 
 
