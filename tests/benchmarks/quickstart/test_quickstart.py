@@ -26,10 +26,9 @@ def test_folder_with_other_files_is_not_changed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_steps_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "_BENCH_SECONDS", 0.5)
-    load_config = config.load_config
     # One input size instead of two, because the export of each takes six seconds.
-    size = "data.buckets=[[192, 192]]"
-    monkeypatch.setattr(config, "load_config", lambda n, o: load_config(n, [*o, size]))
+    load, size = config.load_config, "data.buckets=[[192, 192]]"
+    monkeypatch.setattr(config, "load_config", lambda n, o: load(n, [*o, size]))
     folder = tmp_path / "quickstart"
     folder.mkdir()
     (folder / ".quickstart").touch()
