@@ -132,8 +132,9 @@ def stored_images(sources: Sequence[str]) -> StoredImages:
             used: also hidden ones, but not macOS's `._*` files.
 
     Raises:
-        ServingError: A source is missing, there are no images, or a name is not UTF-8.
+        ServingError: A source is missing, or there are no images.
         OSError, pyarrow.ArrowInvalid: A folder or bucket cannot be listed.
+        UnicodeEncodeError, UnicodeDecodeError: A name is not UTF-8.
     """
     # Recursive, unlike `commands.reports.image_files`: buckets have only name prefixes for folders,
     # and results are identified by their whole path, so equal names do not collide.
@@ -156,10 +157,6 @@ def stored_images(sources: Sequence[str]) -> StoredImages:
 def _quoted_address(source: str) -> str:
     # Arrow would cut an address at `#`, which is part of a name here. Users quote `?` and `%` in
     # names themselves, as `%3F` and `%25`.
-    try:
-        source.encode()
-    except UnicodeEncodeError:
-        raise _name_error("of an image or folder", os.fsencode(source)) from None
     return quote(source, safe=_UNQUOTED) if "://" in source else source
 
 
@@ -169,19 +166,11 @@ def _image_paths(files: pyarrow.fs.FileSystem, path: str) -> list[str]:
         raise ServingError(f"no image found: {path} does not exist")
     if kind is not pyarrow.fs.FileType.Directory:
         return [path]
-    try:
-        return sorted(
-            info.path
-            for info in files.get_file_info(pyarrow.fs.FileSelector(path, recursive=True))
-            if info.is_file and is_image_file(PurePosixPath(info.path))
-        )
-    except UnicodeDecodeError as error:
-        raise _name_error(f"in {path}", error.object) from None
-
-
-def _name_error(place: str, name: bytes) -> ServingError:
-    shown = name.decode(errors="backslashreplace")
-    return ServingError(f"a file name {place} is not UTF-8: {shown}; rename the file")
+    return sorted(
+        info.path
+        for info in files.get_file_info(pyarrow.fs.FileSelector(path, recursive=True))
+        if info.is_file and is_image_file(PurePosixPath(info.path))
+    )
 
 
 def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
@@ -261,12 +250,15 @@ def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RayS
 
 @contextlib.contextmanager
 def _translated_storage_errors() -> Iterator[None]:
-    """In the `with` block, convert OSError and ArrowInvalid to ServingError with advice on buckets.
+    """In the `with` block, convert errors of file systems to ServingErrors with a remedy.
 
     An OSError whose `filename` is set is raised unchanged.
     """
     try:
         yield
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
+        name = os.fsencode(error.object).decode(errors="backslashreplace")
+        raise ServingError(f"the file name {name} is not UTF-8; rename the file") from None
     except (OSError, pa.ArrowInvalid) as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise

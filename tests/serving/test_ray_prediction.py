@@ -173,7 +173,7 @@ def test_faults_without_a_cluster(bundle: Path, tmp_path: Path) -> None:
     for name in (b"a.jpg", b"\xff.jpg"):
         (tmp_path / os.fsdecode(name)).touch()
     for source, cluster, reason in [
-        (str(tmp_path / os.fsdecode(b"\xff.jpg")), "", r"\\xff.jpg; rename"),
+        (str(tmp_path / os.fsdecode(b"\xff.jpg")), "", r"\\xff.jpg is not UTF-8"),
         (str(tmp_path / "a.jpg"), "auto", "RAY_ADDRESS"),
     ]:
         command = "from maskrcnn_trt.cli import main; main()"
