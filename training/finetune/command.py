@@ -50,24 +50,28 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     if resume and RunFolder(output).contains_run():
         config = load_config(str(output / CONFIG_FILE), overrides)
         check_resumed_data(data, config)
-        launch_processes(config.device, config.processes)
+        device, processes = config.device, config.processes
     else:
-        launch_processes(device_from(given.get("device", "auto")), given.get("processes"))
+        device, processes = device_from(given.get("device", "auto")), given.get("processes")
+    launch_processes(device, processes)
 
-    from ..distributed import is_main_process
-    from ..run import run_training
+    from ..distributed import worker
+    from ..evaluation.validation import check_expected
+    from ..run import train
     from ..terminal import errors_of_main_process
 
-    if config is None:
-        prepared = prepare_finetuning(data, overrides, given, output)
-        config = prepared.config
-        if is_main_process():
-            _print_plan(data, prepared)
-    if dry_run:
-        return
     with errors_of_main_process():
-        checkpoint = run_training(config, resume=resume)
-    if is_main_process():
+        with worker(device) as rank:
+            if config is None:
+                prepared = prepare_finetuning(data, overrides, given, output, rank)
+                config = prepared.config
+                if rank.is_main:
+                    _print_plan(data, prepared)
+            if dry_run:
+                return
+            checkpoint, metrics = train(config, rank, resume=resume)
+        check_expected(config.evaluation, metrics)
+    if rank.is_main:
         _print_results(checkpoint, config)
 
 

@@ -1,10 +1,12 @@
 """Properties of the machine that a configuration must fit: device, memory and cores."""
 
 import os
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
+
+import torch
 
 from ...model.host_resources import available_memory
-from ..devices import Device
+from ..distributed import Worker
 
 
 class Machine(NamedTuple):
@@ -19,20 +21,26 @@ class Machine(NamedTuple):
     processes: int
 
 
-def this_machine(device: Device) -> Machine:
-    """Return the properties of this machine for a value of the configuration key `device`.
+def common_machine(worker: Worker) -> Machine:
+    """Return properties that the machines of all ranks have. Every rank must call this function.
 
-    Raises:
-        ConfigError: `device` requires a GPU that does not exist, or there are more processes on
-            this machine than GPUs to use.
+    The result is the same on all ranks: the least free memory, the fewest cores, and bf16 only if
+    all GPUs have it.
     """
-    import torch
+    machines = worker.gather(_own_machine(worker))
+    common = None
+    if worker.is_main:
+        common = machines[0]._replace(
+            memory=min(machine.memory for machine in machines),
+            has_bf16=all(machine.has_bf16 for machine in machines),
+            cores=min(machine.cores for machine in machines),
+        )
+    return cast(Machine, worker.from_main(common))
 
-    from ..distributed import local_device
 
-    cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("WORLD_SIZE", "1"))
-    own = local_device(device)
-    if own.type == "cpu":
+def _own_machine(worker: Worker) -> Machine:
+    cores, processes = len(os.sched_getaffinity(0)), worker.world_size
+    if worker.device.type == "cpu":
         return Machine("cpu", available_memory() // processes, False, cores, processes)
-    free, _ = torch.cuda.mem_get_info(own)
+    free, _ = torch.cuda.mem_get_info(worker.device)
     return Machine("cuda", free, torch.cuda.is_bf16_supported(), cores, processes)

@@ -22,10 +22,10 @@ from ..data.coco.categories import check_categories
 from ..data.coco.dataset import CocoDataset, DataError, ImageRecord, summary_of
 from ..data.convert.layouts import DataLayout, recognize_layout
 from ..data.inspect.file_checks import misfit_files
-from ..devices import device_from
+from ..distributed import Worker
 from ..run_folder import RunFolder
 from .initial_weights import DEFAULT_WEIGHTS, initial_checkpoint
-from .machine import this_machine
+from .machine import common_machine
 from .plan import ImageStatistics, plan_finetuning
 from .splits import ChosenSplits, choose_splits
 
@@ -118,9 +118,11 @@ class Finetuning:
 
 
 def prepare_finetuning(
-    path: Path, overrides: Sequence[str], given: Mapping[str, Any], output: Path
+    path: Path, overrides: Sequence[str], given: Mapping[str, Any], output: Path, worker: Worker
 ) -> Finetuning:
     """Recognise a data set, and fit the configuration of a fine-tuning to it.
+
+    Every rank must call this function. All ranks get the same configuration.
 
     Annotations that must be converted to COCO format, or divided into training and validation, are
     written to the folder `output/data`.
@@ -131,12 +133,12 @@ def prepare_finetuning(
             are fitted to them.
         given: The values in `overrides` by dotted key, such as "solver.base_lr".
         output: Folder of the run to prepare. It must not contain a run.
+        worker: Rank and device of this process.
 
     Raises:
         DataError: The layout is unknown, or the data set is unusable.
-        ConfigError: An override is invalid, `output` contains a run or is a file, the training set
-            lacks a category of the validation set, `device` requires a GPU that does not exist, or
-            there are more processes on this machine than GPUs to use.
+        ConfigError: An override is invalid, `output` contains a run or is a file, or the training
+            set lacks a category of the validation set.
         CheckpointError: The initial weights cannot be read.
         ZooError: The published model that `weights` names does not exist, or is not supported.
         DownloadError: The download of the initial weights failed.
@@ -154,7 +156,7 @@ def prepare_finetuning(
         raise DataError(f"{path}: {error}{left_out}; run `{inspect}` for details") from None
     weights = given.get("weights", DEFAULT_WEIGHTS)
     start = initial_checkpoint(None if weights is None else str(weights))
-    machine = this_machine(device_from(given.get("device", "auto")))
+    machine = common_machine(worker)
     statistics = ImageStatistics.of(records)
     plan = plan_finetuning(statistics, start, machine, given, is_pretrained=weights is not None)
     values: dict[str, Any] = {**plan.values, "weights": weights, "output_dir": str(output)}

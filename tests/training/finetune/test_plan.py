@@ -1,17 +1,25 @@
 import itertools
+import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from tiny_run import fork_server
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.model.config.overrides import with_overrides
 from maskrcnn_trt.model.weights.zoo import zoo_model
 from maskrcnn_trt.training.config import TrainConfig
 from maskrcnn_trt.training.data.coco.dataset import ImageRecord
+from maskrcnn_trt.training.distributed import Worker, worker
 from maskrcnn_trt.training.finetune.initial_weights import DEFAULT_WEIGHTS, initial_checkpoint
-from maskrcnn_trt.training.finetune.machine import Machine, this_machine
+from maskrcnn_trt.training.finetune.machine import Machine, common_machine
 from maskrcnn_trt.training.finetune.plan import ImageStatistics, plan_finetuning
+from maskrcnn_trt.training.launcher import rank_environment
 
 CPU = Machine("cpu", 16_000_000_000, False, 2, 1)
 GPU = Machine("cuda", 80_000_000_000, True, 16, 1)
@@ -128,11 +136,28 @@ def test_statistics_are_those_of_the_images() -> None:
     assert statistics.aspect == pytest.approx(4 / 3)
 
 
-def test_this_machine_has_memory_and_cores() -> None:
-    machine = this_machine("cpu")
+def test_the_machine_has_memory_and_cores() -> None:
+    machine = common_machine(Worker(0, 1, torch.device("cpu")))
     assert machine.device == "cpu"
     assert 10**8 < machine.memory < 10**14
     assert machine.cores >= 1
+
+
+def _common_machine(rank: int, port: int) -> Machine:
+    """Return the result of `common_machine` on a rank with `8 - rank` GB of free memory."""
+    os.environ.update(rank_environment(rank, 2, port))
+    memory = patch(f"{common_machine.__module__}.available_memory", return_value=(8 - rank) * 10**9)
+    with memory, worker("cpu") as own:
+        return common_machine(own)
+
+
+@pytest.mark.slow
+def test_all_ranks_plan_for_the_least_free_memory() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ProcessPoolExecutor(2, fork_server()) as pool:
+        machines = list(pool.map(_common_machine, range(2), [store.port] * 2))
+    assert machines[0] == machines[1]
+    assert machines[0].memory == 3.5e9
 
 
 def test_the_default_weights_are_published() -> None:
