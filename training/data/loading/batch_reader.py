@@ -43,6 +43,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         seed: int,
         *,
         training: bool,
+        ground_truth: bool = True,
         mask_crop_size: int | None = None,
     ) -> None:
         """Select the images: in training, only those with objects unless `data.keep_empty` is set.
@@ -51,8 +52,9 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
             dataset: Data set that contains the images.
             config: Settings `data` of the training configuration.
             seed: Seed of the random flips and transforms, and of the `seed` of each `Sample`.
-            training: True: read batches with ground truth, flipped and augmented as `config` says.
-                False: read batches of all images, without ground truth, flips and augmentation.
+            training: True: flip and augment images as `config` says, and replace unreadable images.
+                False: read all images, without flips and augmentation, and omit unreadable images.
+            ground_truth: Include the ground truth in the batches.
             mask_crop_size: Side in pixels of ground-truth masks cropped to their boxes. None: masks
                 have the size of the input.
 
@@ -62,6 +64,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         self._config = config
         self._seed = seed
         self._training = training
+        self._ground_truth = ground_truth
         self._mask_crop_size = mask_crop_size
         self._augmentation = None
         if training and config.transforms:
@@ -101,7 +104,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         return batch_from_samples(
             samples,
             bucket,
-            targets=self._training,
+            targets=self._ground_truth,
             mask_crop_size=self._mask_crop_size,
             skipped=skipped,
         )
@@ -190,7 +193,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         """
         height, width = size
         image = self._image_of(record, size, flip=flip)
-        objects = record.objects if self._training else ()
+        objects = record.objects if self._ground_truth else ()
         source = (record.height, record.width)
         regions = [instance.clipped_box(*source) for instance in objects]
         scale = np.array([width / record.width, height / record.height] * 2)

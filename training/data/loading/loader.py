@@ -177,11 +177,14 @@ def eval_loader(
     Each image of the data set is loaded by exactly one rank. If `ground_truth` is True, batches
     include the ground truth, from which losses can be computed.
     """
-    data, side = config.data, None
-    if ground_truth:
-        unchanged = {"flip_probability": 0.0, "transforms": (), "keep_empty": True}
-        data, side = data.model_copy(update=unchanged), config.model.roi.mask_crop_size
-    reader = BatchReader(dataset, data, config.seed, training=ground_truth, mask_crop_size=side)
+    reader = BatchReader(
+        dataset,
+        config.data,
+        config.seed,
+        training=False,
+        ground_truth=ground_truth,
+        mask_crop_size=config.model.roi.mask_crop_size,
+    )
     plans = eval_plans(
         reader.buckets, config.evaluation.images_per_batch, rank=rank, world_size=world_size
     )

@@ -130,8 +130,9 @@ def test_a_bucket_without_a_readable_image_is_an_error(tmp_path: Path) -> None:
     config = make_config(dataset_config)
     with pytest.raises(DataError, match=r"none of the training images with input size .*2\.png"):
         list(train_loader(CocoDataset(dataset_config), config))
-    ids = [i for b in eval_loader(CocoDataset(dataset_config), config) for i in b.image_ids]
-    assert sorted(ids) == [5, 8, 9, 11]
+    for ground_truth in (False, True):
+        batches = eval_loader(CocoDataset(dataset_config), config, ground_truth=ground_truth)
+        assert sorted(i for b in batches for i in b.image_ids) == [5, 8, 9, 11]
     write_image(tmp_path / "2.png", 64, 64)
     config = make_config(dataset_config, on_broken="refuse")
     with pytest.raises(DataError, match="64x64 pixels, but annotated as 160x128"):
