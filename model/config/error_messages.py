@@ -16,7 +16,16 @@ def validation_message(error: ValidationError, model: type[BaseModel]) -> str:
         error: error that pydantic raised.
         model: the validated configuration class.
     """
-    details = error.errors()[0]
+    return details_message(error.errors()[0], model)
+
+
+def details_message(details: ErrorDetails, model: type[BaseModel]) -> str:
+    """Describe one error of a configuration in one sentence, with the allowed values.
+
+    Args:
+        details: an element of `ValidationError.errors()`.
+        model: the validated configuration class.
+    """
     name = _key_of(details)
     match details["type"]:
         case "extra_forbidden" | "invalid_key":

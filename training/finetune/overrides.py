@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ...model.config.error_messages import validation_message
+from ...model.config.error_messages import details_message
 from ...model.config.overrides import OverrideError, values_by_key, with_overrides
 from ..config import ConfigError, TrainConfig
 
@@ -32,9 +32,9 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(str(error)) from None
     except ValidationError as error:
         # Ignore contradictions between keys, because a fitted value of the other key may agree.
-        first = error.errors()[0]
-        if first["type"] != "value_error" or first["loc"] == ("device",):
-            raise ConfigError(validation_message(error, TrainConfig)) from None
+        for details in error.errors():
+            if details["type"] != "value_error" or details["loc"] == ("device",):
+                raise ConfigError(details_message(details, TrainConfig)) from None
     return values_by_key(with_overrides({}, overrides))
 
 

@@ -175,7 +175,8 @@ def test_invalid_entries_of_coco_files_are_left_out_of_the_plan(
 def test_mistyped_keys_and_unknown_folders_are_errors(tmp_path: Path) -> None:
     for override in ("solver.max_iteration=3", "solver.max_iterations=many", "output", "device=x"):
         with pytest.raises(ConfigError, match=override.partition("=")[0]):
-            call(tmp_path, tmp_path / "run", override)
+            # This `max_size` contradicts only the default of `min_size`, which will be fitted.
+            call(tmp_path, tmp_path / "run", "data.max_size=100", override)
     with pytest.raises(DataError, match="none of the known layouts"):
         call(tmp_path, tmp_path / "run")
     assert not (tmp_path / "run").exists()
