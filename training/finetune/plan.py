@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter
 
+from ...model.bundle.spec import ShapeBucket
 from ...model.checkpoint import Checkpoint
 from ...model.plurals import counted
 from ..data.coco.dataset import ImageRecord
@@ -93,7 +95,8 @@ def plan_finetuning(
     """
     data, reasons = _input_size(images, start, machine, given)
     pixels = _padded_pixels(data)
-    batch, reasons["solver.images_per_batch"] = _batch(images, pixels, machine)
+    accumulate = int(given.get("solver.accumulate", 1))
+    batch, reasons["solver.images_per_batch"] = _batch(images, pixels, machine, accumulate)
     batch = int(given.get("solver.images_per_batch", batch))
     length = 1 if is_pretrained else _RANDOM_LENGTH
     seen, reasons["solver.max_iterations"] = _images_to_see(images, start, machine, pixels, length)
@@ -137,7 +140,7 @@ def plan_finetuning(
 def _input_size(
     images: ImageStatistics, start: Checkpoint, machine: Machine, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Fit the input size to the images, the initial weights and the memory.
+    """Fit the input size to the images, the initial weights, the memory and the given values.
 
     Return values of `min_size`, `max_size` and `buckets` for the section `data`, and the reasons by
     dotted key, such as `data.min_size`.
@@ -152,16 +155,40 @@ def _input_size(
     affordable = (_usable_memory(machine) / _PIXEL_MEMORY[machine.device] / aspect) ** 0.5
     if size > affordable:
         size, reason = int(affordable), "memory for one image per step"
+    max_size = int(given.get("data.max_size", 0))
+    if max_size and size > max_size:
+        size, reason = max_size, "limited by data.max_size"
+    buckets = _given_buckets(given)
+    if buckets:
+        fitting = _other_side(buckets, max_size) if max_size else max(map(min, buckets))
+        if size > fitting:
+            size, reason = fitting, "limited by data.buckets"
     size = int(given.get("data.min_size", max(_STRIDE, _ceil(size - _STRIDE + 1))))
     longer = max(size, math.ceil(size * aspect - 1e-6))
-    longer = int(given.get("data.max_size", longer))
+    longer_reason = "95 % of the images fit, the others are reduced"
+    if buckets and longer > (fitting := max(size, _other_side(buckets, size))):
+        longer, longer_reason = fitting, "limited by data.buckets"
+    longer = max_size or longer
     sides = (_ceil(size), _ceil(longer))
-    buckets = [[sides[0], sides[1]], [sides[1], sides[0]]][: 1 if sides[0] == sides[1] else 2]
-    reasons = {
-        "data.min_size": reason,
-        "data.max_size": "95 % of the images fit, the others are reduced",
-    }
+    buckets = buckets or tuple(dict.fromkeys([ShapeBucket(*sides), ShapeBucket(*sides[::-1])]))
+    reasons = {"data.min_size": reason, "data.max_size": longer_reason}
     return {"min_size": size, "max_size": longer, "buckets": buckets}, reasons
+
+
+def _given_buckets(given: Mapping[str, Any]) -> tuple[ShapeBucket, ...]:
+    """Return the valid ones of the shape buckets that the user has set, if any."""
+    buckets = TypeAdapter(tuple[ShapeBucket, ...]).validate_python(given.get("data.buckets", ()))
+    return tuple(bucket for bucket in buckets if bucket.is_multiple_of_step)
+
+
+def _other_side(buckets: Sequence[ShapeBucket], side: int) -> int:
+    """Return the largest other side of images that fit the buckets in both orientations.
+
+    0: no bucket holds an image with a side of `side` pixels in one of the orientations.
+    """
+    widths = (bucket.width for bucket in buckets if bucket.height >= side)
+    heights = (bucket.height for bucket in buckets if bucket.width >= side)
+    return min(max(widths, default=0), max(heights, default=0))
 
 
 def _ceil(side: float) -> int:
@@ -181,18 +208,22 @@ def _usable_memory(machine: Machine) -> float:
     return max(free, _PIXEL_MEMORY[machine.device] * (4 * _STRIDE) ** 2)
 
 
-def _batch(images: ImageStatistics, pixels: int, machine: Machine) -> tuple[int, str]:
+def _batch(
+    images: ImageStatistics, pixels: int, machine: Machine, accumulate: int
+) -> tuple[int, str]:
     """Return the number of images per step over all processes, and the reason.
 
-    `pixels` is the number of pixels of a padded image.
+    `pixels` is the number of pixels of a padded image. `accumulate` is the number of passes per
+    step. The result is divisible by the number of processes times `accumulate`.
     """
     fitting = int(_usable_memory(machine) / _PIXEL_MEMORY[machine.device] / pixels)
     # Limit the batch, because a small data set needs many steps rather than large batches.
     enough = max(2, images.count // 10)
     limit = _CPU_BATCH if machine.device == "cpu" else _MAX_BATCH
-    batch = max(1, min(fitting, enough // machine.processes, limit))
-    batch = 2 ** (batch.bit_length() - 1) * machine.processes
-    if fitting < min(enough, limit):
+    parts = machine.processes * accumulate
+    share = max(1, min(fitting, enough // parts, limit // accumulate))
+    batch = 2 ** (share.bit_length() - 1) * parts
+    if fitting * accumulate < min(enough, limit):
         return batch, f"{machine.memory / 1e9:.0f} GB of free memory"
     if machine.device == "cpu":
         return batch, "no GPU"

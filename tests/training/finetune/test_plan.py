@@ -11,7 +11,7 @@ from tiny_run import fork_server
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
-from maskrcnn_trt.model.config.overrides import with_overrides
+from maskrcnn_trt.model.config.overrides import values_by_key, with_overrides
 from maskrcnn_trt.model.weights.zoo import zoo_model
 from maskrcnn_trt.training.config import TrainConfig
 from maskrcnn_trt.training.data.coco.dataset import ImageRecord
@@ -33,7 +33,7 @@ def resnet50() -> Any:
 def planned(
     images: ImageStatistics, start: Any, machine: Machine = GPU, *overrides: str
 ) -> TrainConfig:
-    given = dict(override.split("=") for override in overrides)
+    given = values_by_key(with_overrides({}, overrides))
     values = plan_finetuning(images, start, machine, given).values
     values["data"]["train"] = {"images": "images", "annotations": "a.json"}
     return TrainConfig.model_validate(with_overrides(values, overrides))
@@ -126,6 +126,26 @@ def test_other_values_are_fitted_to_those_that_are_set(resnet50: Any) -> None:
     assert (short.max_iterations, short.steps, short.warmup_iterations) == (50, (35, 45), 5)
     sized = planned(images(), resnet50, GPU, "data.min_size=400").data
     assert (sized.max_size, [tuple(b) for b in sized.buckets]) == (600, [(416, 608), (608, 416)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sides", "batch"),
+    [
+        (("data.max_size=100",), (96, 100), 16),
+        (("data.buckets=[[128,128]]",), (128, 128), 16),
+        (("data.buckets=[[480,640],[640,480]]",), (480, 640), 16),
+        (("data.buckets=[[480,640],[640,480],[512,512]]", "data.max_size=600"), (480, 600), 16),
+        (("data.buckets=[[480,640],[640,480]]", "data.min_size=320"), (320, 480), 16),
+        (("solver.accumulate=3",), (800, 1200), 12),
+        (("solver.accumulate=32",), (800, 1200), 32),
+    ],
+)
+def test_sizes_and_batch_are_fitted_to_limits_that_are_set(
+    resnet50: Any, overrides: tuple[str, ...], sides: tuple[int, int], batch: int
+) -> None:
+    config = planned(images(), resnet50, GPU, *overrides)
+    assert (config.data.min_size, config.data.max_size) == sides
+    assert config.solver.images_per_batch == batch
 
 
 def test_statistics_are_those_of_the_images() -> None:
