@@ -96,13 +96,15 @@ class Augmentation:
             limits: Maximum height and width of the result. Not used unless `changes_outlines`.
         """
         height, width = sample.size
-        pixels = torch.from_numpy(np.ascontiguousarray(_pixels_of(sample).transpose(2, 0, 1)))
+        # Copy flipped arrays, because torch supports no negative strides. `np.ascontiguousarray`
+        # would not copy an array with only one column.
+        pixels = torch.from_numpy(np.array(_pixels_of(sample).transpose(2, 0, 1), order="C"))
         # torchvision expects floats in 0..1, so divide by 255 before the transforms, and multiply
         # afterwards.
         range_ = 255 if pixels.is_floating_point() else 1
         items: dict[str, Any] = {
             "image": tv_tensors.Image(pixels / range_ if range_ > 1 else pixels),
-            "masks": tv_tensors.Mask(torch.from_numpy(np.ascontiguousarray(sample.masks))),
+            "masks": tv_tensors.Mask(torch.from_numpy(np.array(sample.masks, order="C"))),
             "boxes": tv_tensors.BoundingBoxes(
                 torch.from_numpy(sample.boxes), format="XYXY", canvas_size=(height, width)
             ),

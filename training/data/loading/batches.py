@@ -173,7 +173,7 @@ def batch_from_samples(
 def _chw_tensor_from(image: Pixels | EncodedImage) -> Tensor | EncodedImage:
     if isinstance(image, EncodedImage):
         return image
-    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
+    return torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
 
 
 def _integers(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:

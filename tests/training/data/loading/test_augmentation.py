@@ -14,10 +14,15 @@ from torchvision.tv_tensors import BoundingBoxes, Image, Mask
 
 from maskrcnn_trt.training.config import DatasetConfig, TrainConfig
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
-from maskrcnn_trt.training.data.loading.augmentation import paste_objects, random_numbers
+from maskrcnn_trt.training.data.loading.augmentation import (
+    Augmentation,
+    paste_objects,
+    random_numbers,
+)
 from maskrcnn_trt.training.data.loading.batch_reader import BatchReader
 from maskrcnn_trt.training.data.loading.batches import Sample
 from maskrcnn_trt.training.data.loading.loader import train_loader
+from maskrcnn_trt.training.transforms_config import RandomVerticalFlipConfig
 
 
 def read(dataset: DatasetConfig, *transforms: dict[str, Any], **changes: Any) -> BatchReader:
@@ -79,6 +84,15 @@ def test_transforms_equal_torchvisions(synthetic: DatasetConfig, name: str) -> N
         torch.testing.assert_close(torch.tensor(sample.boxes), boxes.as_subclass(torch.Tensor))
         assert sample.labels.tolist() == labels.tolist()
     assert dropped > 0 or name != "RandomCrop"
+
+
+@pytest.mark.parametrize("size", [(96, 1), (1, 1)])
+def test_flipped_images_may_have_one_column(size: tuple[int, int]) -> None:
+    augmentation = Augmentation([RandomVerticalFlipConfig(name="RandomVerticalFlip", p=1)])
+    image, masks = np.ones((*size, 3), np.uint8), np.ones((1, *size), np.uint8)
+    boxes, labels = np.array([[0, 0, *size[::-1]]], np.float32), np.ones(1, np.int64)
+    flipped = Sample(1, size, size, image[:, ::-1], boxes, labels, masks[:, :, ::-1], 0)
+    np.testing.assert_array_equal(augmentation.transform(flipped, size).boxes, boxes)
 
 
 def test_floats_keep_their_range(synthetic: DatasetConfig) -> None:
