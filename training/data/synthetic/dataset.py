@@ -110,7 +110,11 @@ def with_synthetic_data(config: TrainConfig) -> TrainConfig:
             partial_folder = folder.with_name(f".{folder.name}.partial")
             draw_dataset(partial_folder, drawn, workers=os.cpu_count() or 1)
             partial_folder.rename(folder)
-    sets = {"train": _split_of(folder, "train"), "val": data.val and _split_of(folder, "val")}
+    sets = {
+        "train": _split_of(folder, "train"),
+        "extra_train": (),
+        "val": data.val and _split_of(folder, "val"),
+    }
     return config.model_copy(update={"data": data.model_copy(update=sets)})
 
 

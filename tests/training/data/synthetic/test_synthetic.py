@@ -206,7 +206,9 @@ def test_training_needs_no_data_set(tiny: LoadTiny, tiny_config: Path, tmp_path:
     assert first.model_copy(update={"data": config.data}) == config
     image = first.data.train.images / "000000.jpg"
     drawn = image.stat().st_mtime_ns
-    assert with_synthetic_data(tiny("data.val=null")).data.val is None
+    extra = "data.extra_train=[{images: none, annotations: none}]"
+    alone = with_synthetic_data(tiny("data.val=null", extra)).data
+    assert (alone.val, alone.extra_train) == (None, ())
 
     nothing = "data.train={images: none, annotations: none}"
     arguments = ("train", "--use-synthetic-data", str(tiny_config), f"output_dir={tmp_path}")
