@@ -34,6 +34,9 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     means random weights. Schedule, learning rate, batch and input size are fitted to the data and
     the machine. KEY=VALUE overrides a key, and the other keys are fitted to it.
     """
+    if dry_run and resume:
+        raise click.UsageError("--dry-run cannot be combined with --resume; omit one of them")
+
     from .overrides import given_values, output_folder
 
     # Mistyped keys are reported before torch is imported, because the import takes seconds.

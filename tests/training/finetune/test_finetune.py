@@ -108,6 +108,8 @@ def test_a_run_is_not_overwritten_but_can_be_resumed(run: Run, tiny_checkpoint: 
     before = (run.folder / "config.yaml").read_text()
     assert "final checkpoint" in call(data, run.folder, "--resume")
     assert (run.folder / "config.yaml").read_text() == before
+    with pytest.raises(SystemExit, match="2"):
+        call(data, run.folder, "--resume", "--dry-run")
     WRITERS["YOLO"](run.folder.parent / "others", SCENES, [])
     with pytest.raises(ConfigError, match=r"others.*output_dir"):
         call(run.folder.parent / "others", run.folder, "--resume")
