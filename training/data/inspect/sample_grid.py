@@ -1,6 +1,7 @@
 """Draw a grid of sample images with annotations: suspicious ones first, then random ones."""
 
 import math
+import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,8 @@ _VIEW = 6.0
 _MIN_VIEW, _MAX_VIEW = 0.25, 1.1
 # Coordinates are clipped to this multiple of the image's longer side.
 _CLIP_FACTOR = 10
+# Characters that stand for bytes of file names that are not UTF-8. Matplotlib rejects them.
+_SURROGATES = re.compile("[\ud800-\udfff]")
 # Hue difference between consecutive labels, so that nearby labels have distinct colours.
 _GOLDEN_RATIO = 0.618034
 
@@ -150,7 +153,8 @@ def _draw_instance(axes: Axes, record: ImageRecord, instance: Instance, name: st
     left, top = _clipped(record, instance.bbox[:2])
     patch = {"facecolor": [(1 + part) / 2 for part in colour], "linewidth": 0, "pad": 0.5}
     anchor = "bottom" if top > _NAME_HEIGHT * record.height else "top"
-    axes.text(left, top, name, fontsize=7, va=anchor, bbox=patch, clip_on=True, parse_math=False)
+    text = _drawable(name)
+    axes.text(left, top, text, fontsize=7, va=anchor, bbox=patch, clip_on=True, parse_math=False)
 
 
 def _draw_box(axes: Axes, record: ImageRecord, instance: Instance, **style: Any) -> None:
@@ -183,4 +187,9 @@ def _show_surroundings(axes: Axes, record: ImageRecord, suspect: Instance) -> No
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, _TITLE_CHARACTERS)
+    return textwrap.fill(_drawable(text), _TITLE_CHARACTERS)
+
+
+def _drawable(text: str) -> str:
+    """Return the text with U+FFFD, the replacement character, instead of lone surrogates."""
+    return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)

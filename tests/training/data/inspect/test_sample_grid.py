@@ -1,5 +1,6 @@
 """Choice and drawing of sample images."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ BACKGROUND = (0, 30, 90)
 
 def content_with_suspicions() -> dict[str, Any]:
     content = valid_content()
-    # Matplotlib would parse this name as a formula.
-    content["categories"][1]["name"] = "$\\frac{$"
+    # Matplotlib would parse this name as a formula, and rejects its lone surrogate.
+    content["categories"][1]["name"] = "$\\frac{$\udce9"
     content["annotations"] += [annotation(n, 11) for n in (70, 71, 72, 73)]
     content["annotations"].append(annotation(74, 2, bbox=[-40, 20, 300, 40]))
     return content
@@ -52,14 +53,16 @@ def test_there_are_no_more_samples_than_images(dataset: CocoDataset, count: int)
 
 
 def test_everything_can_be_drawn(tmp_path: Path) -> None:
-    """Names that Matplotlib would parse as formulas, damaged files, and huge coordinates."""
+    """Names that are formulas for Matplotlib or not UTF-8, damaged files, huge coordinates."""
     content = content_with_suspicions()
     outline = [-1500, 20, 1500, 20, 1500, 1500]
     content["annotations"].append(
         annotation(77, 11, bbox=[-1e308, 20, 1.5e308, 40], segmentation=[outline])
     )
     dataset = CocoDataset(write_folder(tmp_path, content))
-    damaged = dataset.records[1]
+    listed = dataset.records[1]
+    damaged = replace(listed, path=listed.path.with_name("photo\udce9.jpg"))
+    dataset.records = (dataset.records[0], damaged, *dataset.records[2:])
     damaged.path.write_bytes(b"no picture")
     suspicions = [
         *suspicious_annotations(dataset.records),
