@@ -12,6 +12,7 @@ from typing import Any
 from ....model.bundle.spec import MAX_PIXELS
 from ..coco.annotations import InvalidAnnotationError, instance_from_annotation, is_possible_area
 from ..coco.dataset import DataError, SourceContent
+from ..coco.image_paths import find_image_paths
 from ..coco.numbers import id_from, integer_from
 
 # Content of a COCO annotation file.
@@ -69,8 +70,9 @@ def repeated_classes(content: Content) -> dict[str, list[int | str | None]]:
 def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, SourceContent]:
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
-    All entries of the same image file become one image with all annotations of the file. These are
-    dropped, and listed in the `faults` of the result:
+    All entries of the same image file become one image with all annotations of the file. Files are
+    found as by `find_image_paths`, and files that are not found keep their listed paths. These
+    entries are dropped, and listed in the `faults` of the result:
 
     - images without id or file name
     - images whose id an earlier image of the same data set has
@@ -97,12 +99,16 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
     for folder, content in sources:
         labels = _merge_categories(content["categories"], categories, folder)
         numbers: dict[int | str | None, int] = {}
+        names = {name for i in content["images"] if isinstance(name := i.get("file_name"), str)}
+        base = folder.resolve()
+        paths = find_image_paths(base, names).paths
         for image in content["images"]:
             listed, old = image.get("file_name"), id_from(image.get("id"))
             if old is None or not isinstance(listed, str):
                 faults["images: no id or no file name"].append(str(listed or old))
                 continue
-            name = os.path.relpath(folder.resolve() / listed.replace("\\", "/"), root)
+            path = paths.get(listed, base / listed.replace("\\", "/"))
+            name = os.path.relpath(path, root)
             if old in numbers:
                 faults["images: duplicate id"].append(name)
                 continue

@@ -70,6 +70,23 @@ def test_merged_files_have_all_objects_of_both(tmp_path: Path) -> None:
     )
 
 
+def test_merged_files_list_images_at_the_paths_where_they_are_found(tmp_path: Path) -> None:
+    """Both sets list `upload/5.jpg`. The image is in another folder, or does not exist."""
+    content = {**valid_content(), "images": [{"id": 5, "file_name": "upload/5.jpg"}]}
+    options: list[object] = []
+    for name in ("first", "second", "empty"):
+        folder = tmp_path / name / "images"
+        folder.mkdir(parents=True)
+        if name != "empty":
+            (folder / "5.jpg").touch()
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        options += ["--images", folder, "--annotations", tmp_path / f"{name}.json"]
+    call("merge", tmp_path / "merged.json", *options)
+    merged = json.loads((tmp_path / "merged.json").read_text())
+    names = [image["file_name"] for image in merged["images"]]
+    assert names == ["first/images/5.jpg", "second/images/5.jpg", "empty/images/upload/5.jpg"]
+
+
 def test_overlapping_sets_are_merged_without_repeated_objects(tmp_path: Path) -> None:
     """The second set has the annotations of the first, a new one, and one of another class."""
     contents: list[dict[str, Any]] = [valid_content(), valid_content()]
