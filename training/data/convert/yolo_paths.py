@@ -71,7 +71,8 @@ def _image_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def _lines_of(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines()
+    # Editors on Windows write a byte order mark.
+    return path.read_text("utf-8-sig", errors="replace").splitlines()
 
 
 def _has_labels(path: Path) -> bool:

@@ -133,7 +133,8 @@ def test_missing_folders_and_listed_images_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "images" / "void").mkdir()
     names = ("images/val/gone_0.jpg", "images/val/gone_1.jpg")
     listed = (*(f"images/val/{scene.name}" for scene in VAL), "", *names)
-    (tmp_path / "val.txt").write_text("\n".join(listed))
+    # With a byte order mark, as editors on Windows write it.
+    (tmp_path / "val.txt").write_text("\n".join(listed), "utf-8-sig")
     splits = recognize_layout(tmp_path).splits
     train, val = splits["train"].load(), splits["val"].load()
     assert_same(train, TRAIN)
