@@ -1,12 +1,15 @@
 """Generate synthetic data sets in COCO format."""
 
 import json
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
+from threading import Thread
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +23,7 @@ from pydantic import Field, field_validator
 from ....model.config.schema import FrozenConfig
 from ....model.masks import Rle, coco_from_rle
 from ...config import DatasetConfig, TrainConfig
+from ..coco.dataset import DataError
 from .scenes import SceneObject, draw_scene
 from .shapes import OUTLINES
 
@@ -70,13 +74,15 @@ def draw_dataset(
         config: Settings of the data set.
         workers: Number of processes. The files do not depend on this number.
         on_image: Called after each image.
+
+    Raises:
+        DataError: A worker process was killed.
     """
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
     for split, count in (("train", config.train), ("val", config.val)):
         (folder / split).mkdir(exist_ok=True)
         images, annotations = [], []
-        draw = partial(_draw_image, folder, config, split)
-        for image, image_annotations in _imap(draw, count, workers):
+        for image, image_annotations in _draw_images(folder, config, split, count, workers):
             images.append(image)
             annotations += image_annotations
             on_image()
@@ -128,14 +134,37 @@ def _split_of(folder: Path, split: str) -> DatasetConfig:
 _Drawn = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
-def _imap(draw: Callable[[int], _Drawn], count: int, workers: int) -> Iterator[_Drawn]:
+def _draw_images(
+    folder: Path, config: SyntheticConfig, split: str, count: int, workers: int
+) -> Iterator[_Drawn]:
+    draw = partial(_draw_image, folder, config, split)
     if workers == 1:
         yield from map(draw, range(count))
         return
-    # Start the processes with "spawn", because a fork would copy locks that other threads hold. The
-    # workers ignore SIGINT, because the main process handles it and ends the pool.
-    with get_context("spawn").Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        yield from pool.imap(draw, range(count), chunksize=8)
+    # Start the processes with "spawn", because a fork would copy locks that other threads hold.
+    # Unlike `multiprocessing.Pool`, an executor raises an error if a process is killed.
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(workers, context, _prepare_worker) as pool:
+            yield from pool.map(draw, range(count), chunksize=8)
+    except BrokenProcessPool:
+        raise DataError(
+            f"{folder / split}: a worker process was killed, perhaps because memory ran out; draw "
+            "the data set again with fewer processes, as with `maskrcnn data synthetic --workers 1 "
+            "--overwrite`"
+        ) from None
+
+
+def _prepare_worker() -> None:
+    """Make a worker process end immediately on Ctrl+C, or if the main process dies."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _draw_image(folder: Path, config: SyntheticConfig, split: str, index: int) -> _Drawn:

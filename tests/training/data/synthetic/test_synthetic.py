@@ -1,6 +1,7 @@
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tiny_run import LoadTiny
 from maskrcnn_trt.cli import cli
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import DatasetConfig
-from maskrcnn_trt.training.data.coco.dataset import CocoDataset
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
 from maskrcnn_trt.training.data.commands import data
 from maskrcnn_trt.training.data.synthetic.dataset import (
     SyntheticConfig,
@@ -61,6 +62,17 @@ def test_equal_configurations_give_equal_files(tmp_path: Path) -> None:
     other = files(tmp_path / "other")
     assert not any(alone[name] == other[name] for name in alone)
     assert alone["train/000000.jpg"] != alone["val/000000.jpg"]
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_worker_process_is_an_error(tmp_path: Path) -> None:
+    def kill_workers() -> None:
+        for child in active_children():
+            child.kill()
+
+    config = CONFIG.model_copy(update={"train": 1000})
+    with pytest.raises(DataError, match=r"train: a worker process was killed.*--workers 1"):
+        draw_dataset(tmp_path, config, workers=2, on_image=kill_workers)
 
 
 def test_data_set_is_valid(folder: Path) -> None:
