@@ -128,6 +128,7 @@ def synthetic(
             folder,
             config,
             workers=workers or os.cpu_count() or 1,
+            overwrite=overwrite,
             on_image=lambda: progress.advance(task),
         )
     click.echo(f"drew {train} training and {val} validation images in {folder}")

@@ -65,6 +65,7 @@ def draw_dataset(
     config: SyntheticConfig,
     *,
     workers: int = 1,
+    overwrite: bool = False,
     on_image: Callable[[], object] = lambda: None,
 ) -> None:
     """Draw a data set and write it to `train/`, `val/` and `annotations/` in a folder.
@@ -73,6 +74,7 @@ def draw_dataset(
         folder: Output folder. It is created if it does not exist.
         config: Settings of the data set.
         workers: Number of processes. The files do not depend on this number.
+        overwrite: Also delete the images of an earlier, larger data set that are not overwritten.
         on_image: Called after each image.
 
     Raises:
@@ -81,6 +83,8 @@ def draw_dataset(
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
     for split, count in (("train", config.train), ("val", config.val)):
         (folder / split).mkdir(exist_ok=True)
+        if overwrite:
+            _delete_surplus_images(folder / split, count)
         images, annotations = [], []
         for image, image_annotations in _draw_images(folder, config, split, count, workers):
             images.append(image)
@@ -93,6 +97,12 @@ def draw_dataset(
             "categories": [{"id": n, "name": c} for n, c in enumerate(config.classes, start=1)],
         }
         (folder / "annotations" / f"{split}.json").write_text(json.dumps(content))
+
+
+def _delete_surplus_images(folder: Path, count: int) -> None:
+    for path in folder.glob("[0-9]" * 6 + ".jpg"):
+        if int(path.stem) >= count:
+            path.unlink()
 
 
 def with_synthetic_data(config: TrainConfig) -> TrainConfig:

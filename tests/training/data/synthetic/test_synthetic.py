@@ -198,7 +198,12 @@ def test_command_draws_a_data_set(tmp_path: Path) -> None:
     again = CliRunner().invoke(data, [*arguments, *options])
     assert again.exit_code == 1
     assert "--overwrite" in again.output
-    assert CliRunner().invoke(data, [*arguments, *options, "--overwrite"]).exit_code == 0
+    photo = folder / "train" / "photo.jpg"
+    photo.touch()
+    smaller = [*arguments, *options, "--train", "2", "--overwrite"]
+    assert CliRunner().invoke(data, smaller).exit_code == 0
+    images = {path.name for path in folder.glob("*/*.jpg")}
+    assert images == {"000000.jpg", "000001.jpg", photo.name}
 
 
 def test_training_needs_no_data_set(tiny: LoadTiny, tiny_config: Path, tmp_path: Path) -> None:
