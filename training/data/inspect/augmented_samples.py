@@ -9,7 +9,7 @@ from ....model.image_limits import ImageError
 from ....model.masks import rle_from_mask
 from ...config import DataConfig
 from ..coco.annotations import Instance
-from ..coco.dataset import CocoDataset, ImageRecord
+from ..coco.dataset import CocoDataset, DataError, ImageRecord
 from ..loading.batch_reader import BatchReader
 from ..loading.batches import Sample
 from .sample_grid import GridSample
@@ -29,22 +29,30 @@ def augmented_samples(
         seed: Seed of the random choices.
 
     Raises:
-        DataError: No image has objects, and `data.keep_empty` is False.
+        DataError: No image can be read, or no image has objects and `data.keep_empty` is False.
     """
     reader = BatchReader(
         dataset, config.model_copy(update={"decode": "workers"}), seed, training=True
     )
     order = np.random.default_rng(seed).permutation(len(reader.records)).tolist()
+    errors: list[ImageError] = []
 
     def samples() -> Iterator[GridSample]:
         for position, index in enumerate(order):
             try:
                 sample = reader.read(index, position=position)
-            except ImageError:
+            except ImageError as error:
+                errors.append(error)
                 continue
             yield _grid_sample(sample, reader.records[index], dataset)
 
-    return list(islice(samples(), count))
+    chosen = list(islice(samples(), count))
+    if not chosen:
+        raise DataError(
+            f"{dataset.name} lists no readable image to augment; the first unreadable file is "
+            f"{errors[0]}"
+        )
+    return chosen
 
 
 def _grid_sample(sample: Sample, record: ImageRecord, dataset: CocoDataset) -> GridSample:

@@ -172,6 +172,18 @@ def test_command_prints_and_writes_the_report(call: Any, tmp_path: Path) -> None
             assert np.asarray(image.convert("L")).std() > 10
 
 
+def test_images_to_augment_of_which_none_can_be_read_are_an_error(
+    call: Any, tmp_path: Path
+) -> None:
+    config = write_folder(tmp_path, valid_content())
+    for record in CocoDataset(config).records:
+        record.path.write_bytes(b"no picture")
+    words = ("--images", config.images, "--annotations", config.annotations, "--samples", 1)
+    code, _, error = call(*words, "-o", tmp_path / "samples.png", "--augmented", "quick")
+    assert code == 1
+    assert f"{config.annotations} lists no readable image to augment; the first" in error
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [({}, "no invalid or suspicious entries"), ({"annotations": []}, "none in instances")],
