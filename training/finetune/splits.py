@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..config import DatasetConfig
 from ..data.coco.dataset import DataError, SourceContent
+from ..data.coco.splits import splits_named
 from ..data.convert.conversion import write_coco_file
 from ..data.convert.layouts import DataLayout, LayoutSplit
 from ..data.edit.split_merge_filter import split_content
@@ -70,8 +71,7 @@ def _split_named(names: Sequence[str], word: str) -> str | None:
     Raises:
         DataError: Several names contain `word`, none equals it, and the shortest is not unique.
     """
-    matches = [name for name in names if word in name.lower()]
-    matches.sort(key=lambda name: (name.lower() != word, len(name)))
+    matches = splits_named(names, word)
     if len(matches) > 1 and len(matches[0]) == len(matches[1]) and matches[0].lower() != word:
         raise DataError(
             f"the splits {' and '.join(matches[:2])} could each be the {word} set; train with a "

@@ -5,7 +5,7 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -74,6 +74,15 @@ def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, Dataset
         else:
             splits[split] = DatasetConfig(images=images, annotations=by_split[split])
     return splits
+
+
+def splits_named(names: Iterable[str], word: str) -> list[str]:
+    """Return the names of splits that contain `word`, such as "train". The case is ignored.
+
+    A name that equals `word` comes first. The other names are sorted by length.
+    """
+    matches = [name for name in names if word in name.lower()]
+    return sorted(matches, key=lambda name: (name.lower() != word, len(name)))
 
 
 def annotation_files(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from ....model.bundle.manifest import Category
 from ...config import DatasetConfig
 from ..coco.dataset import CocoDataset, DataError, SourceContent, read_coco_file, read_json
 from ..coco.numbers import id_from
-from ..coco.splits import annotation_files, find_splits, image_folder, pair_splits
+from ..coco.splits import annotation_files, find_splits, image_folder, pair_splits, splits_named
 from .conversion import ForeignDataset, source_content, with_ids_of
 from .labelme import is_labelme, labelme
 from .yolo import yolo, yolo_file
@@ -125,14 +125,15 @@ def recognize_layout(path: Path) -> DataLayout:
 def find_validation_split(path: Path) -> LayoutSplit:
     """Return the validation split of a data set folder, or of a YAML file of YOLO.
 
-    This is `val`, else the only split with `val` in its name, else the only split.
+    This is `val`, else the only split with `val` in its name, else the only split. The case of the
+    names is ignored.
 
     Raises:
         DataError: The layout is unknown, the data set is incomplete, or the choice is not unique.
     """
     splits = recognize_layout(path).splits
-    names = [s for s in splits if s == "val"] or [s for s in splits if "val" in s] or [*splits]
-    if len(names) > 1:
+    names = splits_named(splits, "val") or [*splits]
+    if len(names) > 1 and names[0].lower() != "val":
         raise DataError(
             f"{path} has several splits: {', '.join(splits)}; if they are in COCO format, select "
             "one with --images and --annotations"

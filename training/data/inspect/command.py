@@ -134,10 +134,11 @@ def inspect(
         draw_samples(choose_samples(datasets, report.suspicions, samples, seed), grid_path)
         click.echo(f"wrote sample images to {grid_path}")
     if grid_path is not None and settings is not None:
+        from ..coco.splits import splits_named
         from .augmented_samples import augmented_samples
 
         path = grid_path.with_stem(f"{grid_path.stem}-augmented")
-        train = [split.dataset for name, split in splits.items() if "train" in name]
+        train = [splits[name].dataset for name in splits_named(splits, "train")]
         draw_samples(augmented_samples((train or datasets)[0], settings, samples, seed), path)
         click.echo(f"wrote augmented training images to {path}")
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ....model.resizing import resized_size
 from ...config import DatasetConfig
 from ..coco.dataset import CocoDataset
+from ..coco.splits import splits_named
 from .annotation_checks import Suspicion, suspicious_annotations
 from .class_checks import suspicious_classes
 from .file_checks import (
@@ -133,7 +134,7 @@ def inspect_splits(
     of_annotations = {
         name: suspicious_annotations(split.dataset.records) for name, split in splits.items()
     }
-    train = next((split.dataset for name, split in splits.items() if "train" in name), None)
+    train = next((splits[name].dataset for name in splits_named(splits, "train")), None)
     return DatasetReport(
         splits={
             name: _inspect_split(split, train, of_annotations[name], min_size, max_size)

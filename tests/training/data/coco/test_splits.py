@@ -117,6 +117,7 @@ def test_folders_of_another_layout_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("splits", "chosen"),
     [(("all",), "all"), (("train", "val"), "val"), (("test", "train2017", "val2017"), "val2017"),
+     (("Train", "Valid"), "Valid"), (("Val", "minival"), "Val"),
      (("minival", "val"), "val"), (("test", "train"), None),
      (("train", "val_day", "val_night"), None)],
 )  # fmt: skip

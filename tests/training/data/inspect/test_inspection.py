@@ -119,9 +119,9 @@ def test_class_names_that_differ_in_case_or_blanks_are_suspicious(tmp_path: Path
 def test_splits_that_training_rejects_are_reported(tmp_path: Path) -> None:
     """A split may lack classes. Without a training set, splits are not compared."""
     configs = {}
-    for name in ("train2017", "val2017", "test2017"):
+    for name in ("Train2017", "val2017", "test2017"):
         content = valid_content()
-        if name == "train2017":
+        if name == "Train2017":
             content["annotations"] = [annotation(1, 5, iscrowd=1)]
         elif name == "val2017":
             content["categories"][0]["id"] = 31
@@ -132,14 +132,14 @@ def test_splits_that_training_rejects_are_reported(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         configs[name] = write_folder(tmp_path / name, content)
     found = {name: split.suspicions for name, split in inspect(**configs).splits.items()}
-    assert found["train2017"] == {
-        "no objects to train on": (str(configs["train2017"].annotations),)
+    assert found["Train2017"] == {
+        "no objects to train on": (str(configs["Train2017"].annotations),)
     }
     ((reason, (message,)),) = found["val2017"].items()
     assert "training rejects" in reason
     assert "is 'thing', but category 31 of the model" in message
     assert found["test2017"] == {}
-    del configs["train2017"]
+    del configs["Train2017"]
     assert not any(split.suspicions for split in inspect(**configs).splits.values())
 
 
