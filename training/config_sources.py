@@ -12,6 +12,7 @@ import yaml
 
 from ..model.config.overrides import with_overrides
 from ..model.config.strict_yaml import value_from_yaml
+from ..model.shell_commands import shell_path
 
 # Nested mapping from configuration keys to values, as parsed from YAML.
 Values = dict[str, Any]
@@ -86,7 +87,7 @@ def _read(source: str, path: Path) -> Values:
     elif path.is_dir():
         raise SourceError(
             f"'{path}' is a folder, neither a file nor a preset; to train on the data set in it, "
-            f"run `maskrcnn train finetune {path}`"
+            f"run `maskrcnn train finetune {shell_path(path)}`"
         )
     else:
         close = difflib.get_close_matches(source, presets(), n=1)

@@ -21,6 +21,7 @@ from rich.text import Text
 from ...model.image_decoding import decode_image
 from ...model.masks import mask_from_rle, rle_from_mask
 from ...model.resizing import resize_image
+from ...model.shell_commands import shell_path
 from ...serving.detections import Detections
 from ...serving.result_formats import draw_detections
 from ...training.config import TrainConfig
@@ -203,7 +204,7 @@ def next_commands(bundle: Path) -> dict[str, str]:
             f"{program} train finetune DATA"
         ),
         "To serve this model with a page, and open http://localhost:8080 in a browser": (
-            f"{program} serve {shlex.quote(str(bundle))} --http-port 8080"
+            f"{program} serve {shell_path(bundle)} --http-port 8080"
         ),
         "To detect COCO's classes in a photograph with a published model": (
             f"{program} predict torchvision:maskrcnn_resnet50_fpn_v2 IMAGE"

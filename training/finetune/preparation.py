@@ -1,7 +1,6 @@
 """Prepare a fine-tuning: detect the layout of the data set, and fit a configuration to it."""
 
 import logging
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ...model.checkpoint import Checkpoint
 from ...model.config.error_messages import validation_message
 from ...model.config.overrides import value_at, with_overrides
 from ...model.config.reference import text_from_value
+from ...model.shell_commands import shell_path
 from ...model.weights.layouts import CLASS_ROWS
 from ..config import ConfigError, TrainConfig, check_length
 from ..data.coco.categories import check_categories
@@ -152,7 +152,7 @@ def prepare_finetuning(
         _, unusable_val = _usable_records(val, val.records) if val else ([], ())
     except DataError as error:
         left_out = f"; left out: {summary_of(splits.faults)}" if splits.faults else ""
-        inspect = f"maskrcnn data inspect {shlex.quote(str(path))}"
+        inspect = f"maskrcnn data inspect {shell_path(path)}"
         raise DataError(f"{path}: {error}{left_out}; run `{inspect}` for details") from None
     weights = given.get("weights", DEFAULT_WEIGHTS)
     start = initial_checkpoint(None if weights is None else str(weights))
@@ -189,7 +189,7 @@ def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:
     `images` is the folder from which the export copies sample images into the exported bundle.
     """
     model, bundle, samples = (
-        shlex.quote(str(path)) for path in (checkpoint, checkpoint.parent / "bundle", images)
+        shell_path(path) for path in (checkpoint, checkpoint.parent / "bundle", images)
     )
     return (
         f"maskrcnn export {model} -o {bundle} --samples {samples}",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from ....model.download.progress import ByteProgress, no_progress
 from ....model.image_decoding import decode_image
 from ....model.image_limits import ImageError
 from ....model.plurals import counted
+from ....model.shell_commands import shell_path
 from ..coco.dataset import DataError
 from .coco_archives import CocoArchive, Edition, Part, annotations_in
 from .extraction import missing_members
@@ -67,12 +67,12 @@ def verify_part(
     if path.exists():
         fault = _archive_fault(path, archive, on_progress)
         archive_is_intact = fault is None
-        remedy = f"rm {shlex.quote(str(path))} && {download}"
+        remedy = f"rm {shell_path(path)} && {download}"
         results.append(VerificationResult(path, fault, remedy))
     if folder.exists() and archive_is_intact:
         fault = _difference_fault(path, folder, on_progress)
-        extract = ["maskrcnn", "data", "extract", edition, str(root), "--part", part]
-        results.append(VerificationResult(folder, fault, shlex.join(extract)))
+        extract = f"maskrcnn data extract {edition} {shell_path(root)} --part {part}"
+        results.append(VerificationResult(folder, fault, extract))
     elif folder.exists() and part == "annotations":
         results.append(VerificationResult(folder, _annotations_fault(edition, root), download))
     elif folder.exists():
@@ -88,8 +88,7 @@ def verify_part(
 
 
 def _download_command(edition: Edition, part: Part, root: Path) -> str:
-    arguments = [edition, str(root), "--part", part, "--extract"]
-    return shlex.join(["maskrcnn", "data", "download", *arguments])
+    return f"maskrcnn data download {edition} {shell_path(root)} --part {part} --extract"
 
 
 def _archive_fault(path: Path, archive: CocoArchive, on_progress: ByteProgress) -> str | None:

@@ -168,6 +168,14 @@ def test_paths_are_printed_without_markup(root: Path):
     assert printed.count("[bold]my:car:data") == 3
 
 
+def test_printed_commands_do_not_read_a_folder_as_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    result = call("verify", "coco2017", "./-coco", "--part", "val")
+    assert "maskrcnn data download coco2017 ./-coco --part val --extract" in result.output
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
