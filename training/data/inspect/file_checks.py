@@ -7,8 +7,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ....model.bundle.spec import MAX_PIXELS
 from ....model.image_files import image_file_size, is_image_file
-from ....model.image_limits import ImageError
+from ....model.image_limits import ImageError, check_size
 from ..coco.dataset import ImageRecord
 from ..image_sizes import HeaderSize, read_header_size
 from .annotation_checks import Suspicion
@@ -61,11 +62,17 @@ def undecodable_files(
 
 
 def read_headers(records: Sequence[ImageRecord]) -> list[HeaderSize | ImageError]:
-    """Return the size of each image from its file's header, or the error if reading fails."""
+    """Return the size of each image from its file's header.
+
+    If the header cannot be read, or its size is outside the limits of `check_size`, the error is
+    returned instead.
+    """
 
     def read(record: ImageRecord) -> HeaderSize | ImageError:
         try:
-            return read_header_size(record.path)
+            header = read_header_size(record.path)
+            check_size(*header.upright, MAX_PIXELS)
+            return header
         except ImageError as error:
             return error
 
@@ -76,7 +83,7 @@ def read_headers(records: Sequence[ImageRecord]) -> list[HeaderSize | ImageError
 def misfit_files(
     records: Sequence[ImageRecord], headers: Sequence[HeaderSize | ImageError] | None = None
 ) -> list[Suspicion]:
-    """Find image files whose header cannot be read, or states another size than annotated.
+    """Find image files whose header is an error, or states another size than annotated.
 
     `headers` is the result of `read_headers`. None: the headers are read now.
     """

@@ -85,7 +85,7 @@ def test_unlisted_images_are_found_at_any_depth(tmp_path: Path) -> None:
     assert found == [tmp_path / "b.JPEG", tmp_path / "deep/down/d.png"]
 
 
-def test_headers_of_another_size_than_annotated_are_named(
+def test_headers_of_another_size_than_annotated_or_allowed_are_named(
     tmp_path: Path, records: tuple[ImageRecord, ...]
 ) -> None:
     for record in records[:3]:
@@ -95,10 +95,15 @@ def test_headers_of_another_size_than_annotated_are_named(
     exif[ExifTags.Base.Orientation] = 6
     write_image(tmp_path / "9.jpg", WIDTH, HEIGHT, exif=exif)
     (tmp_path / "11.jpg").write_bytes(b"no image")
+    thin = replace(records[0], path=tmp_path / "thin.png", height=7)
+    Image.new("L", (thin.width, thin.height)).save(thin.path)
+    records = (*records, thin)
     found = {s.record.path.name: s.detail for s in misfit_files(records)}
-    assert set(found) == {"2.png", "5.jpg", "8.jpg", "11.jpg"}
+    assert set(found) == {"2.png", "5.jpg", "8.jpg", "11.jpg", "thin.png"}
     assert found["5.jpg"] == f"{HEIGHT - 3}x{WIDTH} pixels, but annotated as {HEIGHT}x{WIDTH}"
     assert "not a JPEG" in found["11.jpg"]
+    assert "at least 8 pixels" in found["thin.png"]
+    assert found["thin.png"] == undecodable_files([thin])[0].detail
 
 
 def test_orientations_are_reported_with_the_rule_that_training_uses(
