@@ -2,6 +2,8 @@
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
@@ -15,16 +17,14 @@ class TrainingInterrupted(KeyboardInterrupt):
 class Interruption:
     """Context manager that records SIGINT and SIGTERM, so that the current step can be completed.
 
-    The first signal sets `requested` to True and, if `immediate` is True, also raises
+    The first signal sets `requested` to True. In a `with` block of `immediate`, it also raises
     `TrainingInterrupted`. A second signal has its usual effect. If the context is entered outside
     the main thread, signals keep their usual effect.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        # Whether the first signal also raises `TrainingInterrupted` at once. Set during
-        # evaluations, which need not be completed.
-        self.immediate = False
+        self._immediate = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -40,10 +40,23 @@ class Interruption:
     ) -> None:
         self._restore()
 
+    @contextmanager
+    def immediate(self) -> Iterator[None]:
+        """Raise an error at the first signal in a `with` block, which need not be completed.
+
+        Raises:
+            TrainingInterrupted: The first signal arrived in the block, or before it.
+        """
+        self._immediate = True
+        if self.requested:
+            raise TrainingInterrupted
+        yield
+        self._immediate = False
+
     def _record(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self._restore()
-        if self.immediate:
+        if self._immediate:
             raise TrainingInterrupted
 
     def _restore(self) -> None:

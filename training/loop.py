@@ -125,7 +125,10 @@ class TrainingLoop:
                 report.record(iteration, losses, learning_rate(config.solver, iteration))
                 if self._evaluate_and_save(report):
                     break
-                self._stop_if_interrupted()
+                # Several ranks agree by an all-reduce, which makes the host wait for the device.
+                # Therefore they do so only every `log_period` iterations.
+                if worker.world_size == 1 or trainer.iteration % config.log_period == 0:
+                    self._stop_if_interrupted()
         self._batches.warn_of_skipped()
         return self._metrics
 
@@ -164,13 +167,13 @@ class TrainingLoop:
         return final
 
     def _evaluate(self, validation: Validation, report: TrainingReport) -> dict[str, float]:
+        # When the ranks have agreed here, rank 0 has written the checkpoint. Each rank can then end
+        # on its own.
         self._stop_if_interrupted()
-        self._interruption.immediate = True
-        with report.evaluating():
+        with report.evaluating(), self._interruption.immediate():
             metrics = validation.measure(
                 self._trainer.evaluated_model, self._progress, iteration=self._trainer.iteration
             )
-        self._interruption.immediate = False
         log_metrics(metrics)
         iteration = self._trainer.iteration
         report.record_metrics(iteration, metrics)
@@ -180,21 +183,19 @@ class TrainingLoop:
     def _stop_if_interrupted(self) -> None:
         """After SIGINT or SIGTERM, write a checkpoint and raise `TrainingInterrupted`.
 
-        With several ranks, all stop after the same iteration: the next multiple of `log_period`.
+        Every rank must call this method. If one rank received a signal, all ranks stop.
         """
-        trainer, config = self._trainer, self._config
-        stops, worker = self._interruption.requested, trainer.worker
+        stops, worker = self._interruption.requested, self._trainer.worker
         if worker.world_size > 1:
             # Ranks receive a signal at different times, but must stop after the same iteration.
-            # They agree by an all-reduce, which makes the host wait for the device. Therefore they
-            # do so only every `log_period` iterations.
-            if trainer.iteration % config.log_period:
-                return
             stops = bool(worker.sum_over_ranks(torch.tensor(float(stops), device=worker.device)))
         if not stops:
             return
-        if self._saved_iteration != trainer.iteration:
+        if self._saved_iteration != self._trainer.iteration:
             self._save(final=False)
+        # Rank 0 writes the checkpoint. The other ranks must not end before it exists, because the
+        # launcher then ends rank 0.
+        worker.wait_for_ranks()
         raise TrainingInterrupted
 
     def _saved_before(self, error: DataError) -> DataError:

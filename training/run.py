@@ -128,7 +128,8 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         try:
             metrics = TrainingLoop(trainer, dataset, folder, identity, progress, last).run()
         except TrainingInterrupted:
-            rank.wait_for_ranks()
+            # Do not wait for the other ranks here. In an evaluation, they may wait for this rank in
+            # another collective operation, which fails when this process ends.
             logger.info(
                 "interrupted after iteration %d of %d; to continue from %s, repeat the command "
                 "with --resume",

@@ -20,8 +20,15 @@ from tiny_run import LoadTiny, assert_equal, load_tiny, train
 from maskrcnn_trt.model.checkpoint import CheckpointError, load_checkpoint
 from maskrcnn_trt.training.curves import draw_curves
 from maskrcnn_trt.training.evaluation.validation import Validation
+from maskrcnn_trt.training.interruption import Interruption, TrainingInterrupted
 from maskrcnn_trt.training.reporting import LOG_FILE, METRICS_FILE
 from maskrcnn_trt.training.run import run_training
+
+
+def _start_training(tiny_config: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    """Start `maskrcnn train` under `nohup`, in a process group of its own."""
+    command = ("nohup", sys.executable, "-m", "maskrcnn_trt", "train", str(tiny_config))
+    return subprocess.Popen([*command, *overrides], stderr=subprocess.PIPE, start_new_session=True)
 
 
 @pytest.mark.slow
@@ -37,10 +44,7 @@ def test_signals_end_a_run_after_a_checkpoint(
     log = tmp_path / "run" / "log.txt"
     metrics = tmp_path / "run" / "metrics.jsonl"
     settings += (f"processes={processes}", f"output_dir={log.parent}")
-    command = ["nohup", sys.executable, "-m", "maskrcnn_trt", "train", str(tiny_config)]
-    process = subprocess.Popen(
-        [*command, *settings], stderr=subprocess.PIPE, start_new_session=True
-    )
+    process = _start_training(tiny_config, *settings)
     while not (metrics.exists() and metrics.read_text()):
         assert process.poll() is None
         time.sleep(0.05)
@@ -56,6 +60,35 @@ def test_signals_end_a_run_after_a_checkpoint(
     last = load_checkpoint(log.parent / (log.parent / "last_checkpoint").read_text().strip())
     reported = [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()]
     assert last.iteration == reported[-1]
+
+
+@pytest.mark.slow
+def test_a_signal_ends_an_evaluation_in_two_processes(tiny_config: Path, tmp_path: Path) -> None:
+    """Rank 0 waits until a pipe is read, and rank 1 waits for the metrics of rank 0."""
+    folder = tmp_path / "inference"
+    folder.mkdir()
+    os.mkfifo(folder / "bbox.json")
+    earlier = folder / "coco_results.pth"
+    earlier.touch()
+    settings = ("solver.max_iterations=1", "solver.steps=[]", "evaluation={}", "processes=2")
+    process = _start_training(tiny_config, f"output_dir={tmp_path}", *settings)
+    while earlier.exists():  # removed before rank 0 writes to the pipe
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.terminate()
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert b"interrupted after iteration 1 of 1" in errors
+    assert b"Error" not in errors
+    assert load_checkpoint(tmp_path / "model_final.pth").iteration == 1
+
+
+def test_a_signal_just_before_an_evaluation_interrupts_it() -> None:
+    with Interruption() as interruption:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(TrainingInterrupted), interruption.immediate():
+            pass
 
 
 def test_failing_evaluations_lose_nothing(
