@@ -1,6 +1,7 @@
 """Log lines and progress bars of a training run on standard error."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,17 +19,35 @@ logger = logging.getLogger(__name__)
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
 
 
+class _Console(Console):
+    """Console that raises `BrokenPipeError` if its pipe is closed."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the current error again. Rich's own method would exit."""
+        raise
+
+
 class _ConsoleHandler(logging.Handler):
-    """Logging handler that prints lines above the progress bars, without markup and wrapping."""
+    """Logging handler that prints lines above the progress bars, without markup and wrapping.
+
+    On a write error, such as a full disk, it redirects the console to /dev/null and logs a warning.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(
-            self.format(record), markup=False, emoji=False, highlight=False, soft_wrap=True
-        )
+        try:
+            self._console.print(
+                self.format(record), markup=False, emoji=False, highlight=False, soft_wrap=True
+            )
+        except OSError as error:
+            # Redirect the descriptor, because progress bars and Python itself, when it exits, also
+            # write to it.
+            with open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), self._console.file.fileno())
+            warn_of_unwritten(Path("standard error"), error)
 
 
 class _FileHandler(logging.FileHandler):
@@ -67,11 +86,11 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
         Progress bars. Each task must be added with a field `note`, the text at the end of its bar.
         Bars are shown only on rank 0, and only if standard error is a terminal.
     """
-    console = Console(stderr=True)
+    console = _Console(stderr=True)
     if console.is_jupyter:
         # Print plain log lines. Rich would put each line into an HTML element of its own, and
         # notebooks cannot redraw its progress bars.
-        console = Console(stderr=True, force_jupyter=False, force_terminal=False)
+        console = _Console(stderr=True, force_jupyter=False, force_terminal=False)
     handlers: list[logging.Handler] = [_ConsoleHandler(console)]
     if worker.is_main and log is not None:
         handlers.append(_FileHandler(log))

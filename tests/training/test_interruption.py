@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_run import LoadTiny, assert_equal, load_tiny, train
 
 from maskrcnn_trt.model.checkpoint import CheckpointError, load_checkpoint
 from maskrcnn_trt.training.curves import draw_curves
+from maskrcnn_trt.training.distributed import Worker
 from maskrcnn_trt.training.evaluation.validation import Validation
 from maskrcnn_trt.training.interruption import Interruption, TrainingInterrupted
 from maskrcnn_trt.training.reporting import LOG_FILE, METRICS_FILE
 from maskrcnn_trt.training.run import run_training
+from maskrcnn_trt.training.terminal import terminal_progress
 
 
 def _start_training(tiny_config: Path, *overrides: str) -> subprocess.Popen[bytes]:
@@ -131,6 +134,20 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(
     assert checkpoint.iteration == config.solver.max_iterations
     for name in (LOG_FILE, METRICS_FILE):
         assert caplog.text.count(f"{name}: No space left on device") == 1
+
+
+@pytest.mark.parametrize("file", ["full disk", "closed pipe"])
+def test_a_standard_error_that_cannot_be_written_does_not_end_the_run(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full" if file == "full disk" else writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with terminal_progress(Worker(0, 1, torch.device("cpu")), tmp_path / LOG_FILE):
+            logging.getLogger("maskrcnn_trt").info("one line")
+    log = (tmp_path / LOG_FILE).read_text()
+    assert log.count("one line") == log.count("cannot write standard error: ") == 1
 
 
 @pytest.mark.parametrize("successes", [1, 66], ids=["early", "at the end"])
