@@ -23,17 +23,19 @@ class Stability(NamedTuple):
 
     @property
     def mean(self) -> dict[str, float]:
-        """Mean of each metric over the seeds."""
+        """Mean over the seeds of each metric that all runs have."""
         return {name: statistics.fmean(values) for name, values in self._values().items()}
 
     @property
     def deviation(self) -> dict[str, float]:
-        """Sample standard deviation of each metric over the seeds."""
+        """Sample standard deviation over the seeds of each metric that all runs have."""
         return {name: statistics.stdev(values) for name, values in self._values().items()}
 
     def _values(self) -> dict[str, list[float]]:
+        # Runs that finished with other settings, such as `evaluation.losses`, have other metrics.
         runs = list(self.metrics.values())
-        return {name: [run[name] for run in runs] for name in runs[0]}
+        common = [name for name in runs[0] if all(name in run for run in runs)]
+        return {name: [run[name] for run in runs] for name in common}
 
     def write(self, path: Path) -> None:
         """Write the metrics of each seed, their means and standard deviations as JSON."""

@@ -17,7 +17,7 @@ from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.commands import train as train_command
 from maskrcnn_trt.training.config import ConfigError
 from maskrcnn_trt.training.evaluation.validation import ExpectationError
-from maskrcnn_trt.training.stability import train_seeds
+from maskrcnn_trt.training.stability import Stability, train_seeds
 
 SETTINGS = (
     "solver.max_iterations=2", "evaluation.skip_test=false", "model.roi.score_threshold=0.001",
@@ -78,6 +78,12 @@ def test_finished_runs_without_metrics_are_evaluated(
     for seed in (0, 1):
         last = load_checkpoint(tmp_path / f"seed-{seed}" / "model_final.pth")
         assert last.metrics == stability.metrics[seed] == content["seeds"][str(seed)]
+
+
+def test_metrics_that_a_run_lacks_have_no_mean() -> None:
+    stability = Stability({0: {"val/loss": 1, "bbox/AP": 0.25}, 1: {"bbox/AP": 0.75}})
+    assert stability.mean == {"bbox/AP": 0.5}
+    assert stability.deviation.keys() == {"bbox/AP"}
 
 
 @pytest.mark.parametrize(
