@@ -146,11 +146,15 @@ class EvaluationConfig(FrozenConfig):
     evaluator: EvaluatorName = "faster-coco-eval"
     """Library that computes the metrics. Both give equal metrics; pycocotools is the reference."""
 
+    @property
+    def stops_early(self) -> bool:
+        """Whether an evaluation can stop the training early."""
+        settings = (self.min_bbox_ap, self.min_mask_ap, self.patience)
+        return any(setting is not None for setting in settings)
+
     @model_validator(mode="after")
     def _check_targets(self) -> "EvaluationConfig":
-        settings = ("min_bbox_ap", "min_mask_ap", "patience")
-        stops_early = any(getattr(self, name) is not None for name in settings)
-        if stops_early and not (self.per_epoch or self.period or self.skip_test):
+        if self.stops_early and not (self.per_epoch or self.period or self.skip_test):
             raise ValueError(
                 "min_bbox_ap, min_mask_ap and patience need evaluations during training; set "
                 "per_epoch=true, or set period to a number of iterations"

@@ -50,7 +50,7 @@ class TrainingLoop:
 
         Raises:
             ConfigError: The model lacks a category of the validation set, or `evaluation.expected`
-                is set but the run has no evaluation.
+                or an early-stopping key is set but the run computes no metrics.
             DataError: The validation set is unreadable, there is no image to train on, or
                 `solver.images_per_batch` is not divisible by ranks times `solver.accumulate`.
         """
@@ -81,6 +81,13 @@ class TrainingLoop:
             raise ConfigError(
                 "evaluation.expected needs an evaluation; set data.val and remove "
                 "evaluation.skip_test, or set evaluation.expected={}"
+            )
+        # The key `skip_test` skips early stopping, too.
+        computes_metrics = config.data.val is not None and not config.evaluation.skip_eval
+        if config.evaluation.stops_early and not (computes_metrics or config.evaluation.skip_test):
+            raise ConfigError(
+                "evaluation.min_bbox_ap, min_mask_ap and patience need metrics; set data.val and "
+                "remove evaluation.skip_eval, or set these keys to null"
             )
 
     def run(self) -> dict[str, float]:

@@ -191,6 +191,14 @@ def test_expectations_are_held_to(tiny: LoadTiny, tmp_path: Path) -> None:
         assert load_checkpoint(tmp_path / "model_final.pth").metrics["bbox/AP"] == 0
 
 
+@pytest.mark.parametrize("key", ["patience: 1", "min_bbox_ap: 0", "min_mask_ap: 0"])
+def test_early_stopping_needs_metrics(tiny: LoadTiny, key: str) -> None:
+    evaluation = f"evaluation={{per_epoch: true, {key}}}"
+    for override in ("data.val=null", "evaluation.skip_eval=true"):
+        with pytest.raises(ConfigError, match=r"min_bbox_ap, .*data\.val.*skip_eval.*to null"):
+            run_training(tiny(evaluation, override))
+
+
 def test_a_validation_set_that_does_not_fit_is_refused_at_once(
     tiny: LoadTiny, tiny_config: Path, tmp_path: Path
 ) -> None:
