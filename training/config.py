@@ -187,7 +187,7 @@ class TrainConfig(FrozenConfig):
 
     output_dir: Path = Path("runs/train")
     """Folder for checkpoints, log and metrics."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of initial weights, image order, flips and the sampling of anchors and RoIs."""
     device: DeviceField = "auto"
     """Training device: auto (a GPU if there is one, else the CPU), cpu, cuda, or numbers of GPUs,

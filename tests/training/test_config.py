@@ -87,6 +87,7 @@ REFUSED = {
     "data.extra_train?); allowed for data.extra_train: list of mappings",
     "data.train.images=null": "data.train.images is None; allowed: path",
     "data.train={images: x}": "data.train.annotations is missing; allowed: path",
+    "seed=20000000000000000000": "allowed: whole number, >= 0, < 9223372036854775808",
     "seed": "override 'seed' is not of the form key.path=value",
     "=1": "override '=1' is not of the form key.path=value",
     "seed=[1": "the value of override 'seed=[1' is not YAML",
