@@ -28,12 +28,14 @@ class _TrainCommand(ConfiguredCommand):
         """Return the context of `train finetune` if `args[0]` is `finetune`, else of `train`.
 
         Raises:
-            click.UsageError: `args[0]` is a misspelling of `finetune`, and no file has this name.
+            click.UsageError: `args[0]` is a misspelling of `finetune`. It has no suffix, and no
+                file has this name.
         """
         first = next(iter(args), "")
         if first == "finetune":
             return finetune.make_context(f"{info_name} finetune", args[1:], parent, **extra)
-        if difflib.get_close_matches(first, ["finetune"]) and not Path(first).exists():
+        is_path = Path(first).suffix or Path(first).exists()
+        if difflib.get_close_matches(first, ["finetune"]) and not is_path:
             raise click.UsageError(f"{first!r} is unknown; did you mean `train finetune`?")
         return super().make_context(info_name, args, parent, **extra)
 

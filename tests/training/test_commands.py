@@ -33,6 +33,11 @@ def test_keys_written_as_options_are_answered_with_the_key(
     assert remedy in result.output
 
 
+def test_a_missing_file_is_not_taken_for_a_misspelling_of_finetune() -> None:
+    with pytest.raises(ConfigError, match=r"'finetune\.yaml' is neither a file nor a preset"):
+        train.main(["finetune.yaml"], standalone_mode=False)
+
+
 @pytest.mark.parametrize("option", ["--resum", "--nothing-of-that-kind"])
 def test_other_unknown_options_are_as_in_all_commands(option: str) -> None:
     with pytest.raises(click.NoSuchOption):
