@@ -39,14 +39,18 @@ class RunFolder:
             The last checkpoint. None: the folder contains no run.
 
         Raises:
-            ConfigError: The folder contains a run and `resume` is False, or the path is a file.
+            ConfigError: The folder contains a run and `resume` is False, or the path or one of
+                its parents is a file.
             CheckpointError: The last checkpoint cannot be read.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
+        except (FileExistsError, NotADirectoryError):
+            # The error names the whole path, even if a parent is the file.
+            parts = (*reversed(self.path.parents), self.path)
+            file = next(part for part in parts if not part.is_dir())
             raise ConfigError(
-                f"output_dir: {error.filename} is a file; choose a folder with output_dir=FOLDER"
+                f"output_dir: {file} is a file; choose a folder with output_dir=FOLDER"
             ) from None
         if not self.contains_run():
             return None

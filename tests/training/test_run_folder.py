@@ -132,8 +132,8 @@ def test_a_missing_checkpoint_is_named(folder: RunFolder, name: str) -> None:
         folder.open(resume=True)
 
 
-@pytest.mark.parametrize("inner", ["", "run"])
+@pytest.mark.parametrize("inner", ["", "run", "runs/first"])
 def test_a_file_instead_of_the_folder_is_named(tmp_path: Path, inner: str) -> None:
     (tmp_path / "taken").write_text("something")
-    with pytest.raises(ConfigError, match=r"taken.* is a file.*output_dir=FOLDER"):
+    with pytest.raises(ConfigError, match=r"/taken is a file.*output_dir=FOLDER"):
         RunFolder(tmp_path / "taken" / inner).open(resume=False)
