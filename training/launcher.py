@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
+from ..model.child_process import module_command
 from .config import ConfigError
 from .devices import Device, processes_to_start
 
@@ -60,11 +61,12 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
     # The ranks connect to this store. It is open already, so no other program can take its port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     previous = {number: signal.getsignal(number) for number in _SIGNALS}
-    command = ("-m", __package__.partition(".")[0], *arguments)
+    executable, *options = module_command(__package__.partition(".")[0])
+    command = (*options, *arguments)
     with tempfile.TemporaryDirectory() as folder:
         processes = start_processes(
             "train",
-            sys.executable,
+            executable,
             dict.fromkeys(range(count), command),
             {rank: rank_environment(rank, count, store.port) for rank in range(count)},
             DefaultLogsSpecs(log_dir=folder),

@@ -3,7 +3,6 @@
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...model.bundle.spec import ShapeBucket
+from ...model.child_process import module_command
 from ...serving.client import DetectorClient
 from ...serving.client.image_requests import request_from_image
 from ...serving.config import address_of
@@ -112,7 +112,7 @@ def running_server(bundle: Path, *options: str) -> Iterator[ServerProcess]:
     Raises:
         ServerStartError: the server ended before it was ready.
     """
-    command = [sys.executable, "-m", "maskrcnn_trt", "serve", str(bundle), "--port", "0"]
+    command = [*module_command("maskrcnn_trt"), "serve", str(bundle), "--port", "0"]
     # Switch off the access log, which would hide the results on the terminal.
     command += ["--log-level", "warning", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

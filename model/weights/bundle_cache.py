@@ -5,7 +5,6 @@ This module does not import torch.
 
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -16,6 +15,7 @@ from ... import __version__
 from ...plugins.runtime.user_cache import cache_folder
 from ..bundle.manifest import BundleError, Precision, read_manifest, sha256_of
 from ..bundle.spec import ShapeBucket
+from ..child_process import module_command
 from ..download.local_files import exclusive_lock
 from .downloads import CONFIG_NAME, is_url, mirror_checksums, weights_path
 from .zoo import is_zoo_name, zoo_model
@@ -97,7 +97,7 @@ def _export(
     """
     # In a child process, so that a server that calls this function does not load torch and the
     # weights.
-    command = [sys.executable, "-m", "maskrcnn_trt", "export", reference, "-o", str(bundle)]
+    command = [*module_command("maskrcnn_trt"), "export", reference, "-o", str(bundle)]
     for option, values in {
         "--precision": precisions,
         "--engine": engines,

@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
@@ -21,6 +20,7 @@ from typing import Final, Literal, NamedTuple
 import click
 from click.core import ParameterSource
 
+from ...model.child_process import module_command
 from ..errors import BackendError
 from ..host import gpu_names, installed_versions
 
@@ -232,7 +232,7 @@ def _run(step: FirstRunStep) -> tuple[str, str]:
             continue
         module = {"maskrcnn": __package__.partition(".")[0]}.get(program, program)
         result = subprocess.run(
-            [sys.executable, "-m", module, *words],
+            [*module_command(module), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

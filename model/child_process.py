@@ -1,0 +1,15 @@
+"""Command lines of child processes that run a Python module."""
+
+import sys
+from pathlib import Path
+
+
+def module_command(module: str) -> list[str]:
+    """Return the start of a command line that runs a module as `python -m MODULE` does.
+
+    The child process imports from the current folder only if this process does.
+    """
+    # `python -m` puts the current folder first on the module search path, the command `maskrcnn`
+    # does not. A user's file such as `profile.py` would replace the module of the standard library.
+    imports_from_here = sys.path[0] in ("", str(Path.cwd()))
+    return [sys.executable, *([] if imports_from_here else ["-P"]), "-m", module]
