@@ -97,7 +97,7 @@ def _export(
     """
     # In a child process, so that a server that calls this function does not load torch and the
     # weights.
-    command = [*module_command("maskrcnn_trt"), "export", reference, "-o", str(bundle)]
+    command = [*module_command("maskrcnn_trt"), "export", "-o", str(bundle)]
     for option, values in {
         "--precision": precisions,
         "--engine": engines,
@@ -105,6 +105,7 @@ def _export(
     }.items():
         for value in values:
             command += [option, str(value)]
+    command += ["--", reference]  # a file's name may begin with a dash
     # Send the export's output to standard error. Standard output is for the calling command.
     code = subprocess.run(command, stdout=_STDERR, check=False).returncode
     if code:

@@ -1,0 +1,28 @@
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from maskrcnn_trt.export import commands
+from maskrcnn_trt.model.weights.bundle_cache import bundle_from_reference
+
+
+def test_name_of_a_checkpoint_may_begin_with_a_dash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("-o.pth").touch()
+    words: list[str] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        words.extend(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    bundle = bundle_from_reference("-o.pth", precisions=("fp16", "tf32"))
+    arguments = words[words.index("export") + 1 :]
+    parameters = commands.export.make_context("export", arguments).params
+    assert (parameters["checkpoint"], parameters["bundle"]) == ("-o.pth", bundle)
+    assert parameters["precisions"] == ("fp16", "tf32")
