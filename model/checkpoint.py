@@ -73,12 +73,20 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         ) from error
 
 
+def unreadable_file_message(path: Path, error: OSError) -> str:
+    """Return the message of a `CheckpointError` for a file that the system cannot read."""
+    return (
+        f"cannot read {path}: {error.strerror or error}; make it a file that this user may read, "
+        "or give another one"
+    )
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint without running code from it.
 
     Raises:
-        CheckpointError: the file does not exist, is damaged, is not a checkpoint, or has a
-            checkpoint format that this version of the program does not support.
+        CheckpointError: the file does not exist, is unreadable or damaged, is not a checkpoint, or
+            has a checkpoint format that this version of the program does not support.
     """
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
@@ -102,6 +110,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         )
     except CheckpointError:
         raise
+    except OSError as error:
+        raise CheckpointError(unreadable_file_message(path, error)) from error
     except Exception as error:
         # A damaged file fails in many ways: zip, pickle, a missing key, a wrong type. torch's
         # message would mislead: it suggests unpickling the file, which may run code.

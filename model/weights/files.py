@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torchvision.models import get_weight
 
-from ..checkpoint import CheckpointError
+from ..checkpoint import CheckpointError, unreadable_file_message
 from .downloads import weights_path
 
 # First bytes of torch files: those of a zip archive, or the magic number before torch 1.6.
@@ -71,8 +71,8 @@ def read_file(path: Path) -> Any:
     """Read a torch file or a pickle of arrays without running code from it.
 
     Raises:
-        WeightsError: the file is missing or damaged, or holds other objects than arrays and plain
-            values.
+        WeightsError: the file is missing, unreadable or damaged, or holds other objects than arrays
+            and plain values.
     """
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
@@ -89,6 +89,8 @@ def read_file(path: Path) -> Any:
             return _ArrayUnpickler(file).load()
     except _ForbiddenGlobalError as error:
         _reject(path, str(error))
+    except OSError as error:
+        raise WeightsError(unreadable_file_message(path, error)) from error
     except Exception as error:
         # torch reports the name of a forbidden global only inside its advice on how to allow it.
         forbidden = re.search(r"GLOBAL (\S+) (?:was not an allowed|whose module)", str(error))

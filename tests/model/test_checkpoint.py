@@ -81,6 +81,7 @@ def test_unusable_paths_and_versions_are_rejected(tmp_path: Path) -> None:
         (tmp_path / "none.pth", r"none\.pth does not exist.*\.pth file"),
         (tmp_path, r"is a folder.*\.pth file"),
         (tmp_path / "future.pth", r"format 99.* format 2"),
+        (Path("/proc/self/mem"), r"cannot read /proc/self/mem: Input/output error; make it"),
     ):
         with pytest.raises(CheckpointError, match=message):
             load_checkpoint(path)

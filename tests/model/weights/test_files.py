@@ -154,7 +154,9 @@ def test_truncated_files_are_rejected(suffix: str, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_missing_files_and_folders_are_rejected(tmp_path: Path) -> None:
+def test_missing_files_folders_and_read_errors_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="cannot read /proc/self/mem: Input/output error; make"):
+        read_file(Path("/proc/self/mem"))
     with pytest.raises(WeightsError, match=r"none\.pth does not exist"):
         read_file(tmp_path / "none.pth")
     with pytest.raises(WeightsError, match="is a folder"):
