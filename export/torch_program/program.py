@@ -1,5 +1,6 @@
 """Conversion of a model to a torch program, and its compilation for the GPU."""
 
+import io
 import multiprocessing
 import os
 import shutil
@@ -74,9 +75,16 @@ def _drop_assertions(program: ExportedProgram) -> None:
 
 
 def write_program(program: ExportedProgram, path: Path) -> None:
-    """Write a program to a file, whose name must end in `.pt2`."""
+    """Write a program to a file.
+
+    Raises:
+        OSError: the file cannot be written, for example because the disk is full.
+    """
+    # If torch writes the file itself and the disk is full, its C++ code aborts the process.
+    buffer = io.BytesIO()
     with ignore_torch_warnings():
-        torch.export.save(program, path)
+        torch.export.save(program, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 class Compilation(NamedTuple):

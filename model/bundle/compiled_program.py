@@ -3,6 +3,7 @@
 A compiled program needs no tracing when it is loaded, which shortens the start of a server.
 """
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,10 @@ def write_compiled_program(
         one = _compiled(program, weights, batch[:1], any_batch=False)
         many = _compiled(program, weights, batch, any_batch=True)
     file = {"weights": [weight.cpu() for weight in weights], "one": one, "many": many}
-    torch.save(file, compiled)
+    # As in `write_program`, Python writes the file, so that a full disk raises an OSError.
+    buffer = io.BytesIO()
+    torch.save(file, buffer)
+    compiled.write_bytes(buffer.getbuffer())
 
 
 def load_compiled_program(path: Path, precision: Precision, device: torch.device) -> Program:

@@ -12,7 +12,7 @@ from maskrcnn_trt.export.bundle import bundle_from_checkpoint, model_for_export
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.export.torch_program.fused_graph import fuse_blocks, fuse_convolutions
 from maskrcnn_trt.export.torch_program.fused_modules import optimize_for_gpu
-from maskrcnn_trt.export.torch_program.program import Compilation, compile_programs
+from maskrcnn_trt.export.torch_program.program import Compilation, compile_programs, write_program
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
 from maskrcnn_trt.model.bundle.program import load_exported_program, program_from_exported
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
@@ -161,6 +161,13 @@ def test_bf16_for_onnxruntime_raises(tiny_checkpoint: Path, tmp_path: Path) -> N
     with pytest.raises(BundleError, match=r"bf16.*--engine torch"):
         bundle_from_checkpoint(tiny_checkpoint, tmp_path / "bundle", precisions=("bf16",))
     assert not (tmp_path / "bundle").exists()
+
+
+def test_full_disk_raises(tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").symlink_to("/dev/full")
+    program = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
+    with pytest.raises(OSError, match="No space left"):
+        write_program(program, tmp_path / "model.pt2")
 
 
 def test_gpu_without_a_c_compiler_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
