@@ -1,5 +1,6 @@
 """Export of a checkpoint to a bundle: ONNX files, torch programs, engines and manifest."""
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -294,7 +295,8 @@ def _manifest_from(checkpoint: Checkpoint, path: Path, artifacts: Sequence[Artif
             checkpoint=path.name,
             checkpoint_sha256=sha256_of(path),
             iteration=checkpoint.iteration,
-            metrics=checkpoint.metrics,
+            # JSON has no NaN and no infinity.
+            metrics={name: m for name, m in checkpoint.metrics.items() if math.isfinite(m)},
             exported_by=f"maskrcnn-trt {__version__}",
             exported_at=datetime.now(UTC).isoformat(timespec="seconds"),
         ),

@@ -1,4 +1,5 @@
 import json
+import math
 import resource
 import shutil
 import subprocess
@@ -81,6 +82,14 @@ def test_torchvisions_resize_rule_needs_float_inputs(tiny_checkpoint: Path, tmp_
     assert {artifact.input_dtype for artifact in manifest.artifacts} == {"float32"}
     with pytest.raises(BundleError, match=r"uint8.*preprocessing\.resize=pillow"):
         export(precisions=("fp32",), input_dtype="uint8")
+
+
+@pytest.mark.usefixtures("quick_graphs")
+def test_metrics_that_are_not_finite_are_left_out(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    metrics = {"bbox/AP": 0.5, "segm/AP": math.nan, "loss": math.inf}
+    save_checkpoint(tmp_path / "m.pth", replace(load_checkpoint(tiny_checkpoint), metrics=metrics))
+    bundle_from_checkpoint(tmp_path / "m.pth", tmp_path / "bundle", precisions=("fp32",))
+    assert read_manifest(tmp_path / "bundle").provenance.metrics == {"bbox/AP": 0.5}
 
 
 @pytest.mark.usefixtures("quick_graphs")
