@@ -152,18 +152,28 @@ def with_older_artifacts(
         report(f"replacing the bundle of another checkpoint, or version, in {bundle}")
         return manifest
     exported = {_key(artifact) for artifact in manifest.artifacts}
-    hashes = {artifact.path: artifact.sha256 for artifact in manifest.artifacts}
+    new = {artifact.path: artifact for artifact in manifest.artifacts}
     kept = []
     for artifact in older.artifacts:
         if _key(artifact) in exported or not all((bundle / p).is_file() for p in artifact.paths):
             continue
-        for name in artifact.paths:
+        entry = _with_file_of(new.get(artifact.path, artifact), artifact)
+        for name in entry.paths:
             if not (folder / name).exists():
                 _link(bundle / name, folder / name)
-        # fp32 and tf32 share a file. If it was exported again for one of them, take the new hash.
-        sha256 = hashes.get(artifact.path, artifact.sha256)
-        kept.append(artifact.model_copy(update={"sha256": sha256}))
+        kept.append(entry)
     return manifest.model_copy(update={"artifacts": (*kept, *manifest.artifacts)})
+
+
+def _with_file_of(new: Artifact, older: Artifact) -> Artifact:
+    """Return the entry `older` for the file of the entry `new`, which has the same path.
+
+    The precisions fp32 and tf32 share a file, which may have been exported again for one of them.
+    """
+    update: dict[str, Any] = {"sha256": new.sha256, "input_dtype": new.input_dtype}
+    if new.input_dtype != older.input_dtype:
+        update["compiled"] = None  # it was compiled for the other type
+    return older.model_copy(update=update)
 
 
 def sample_images(paths: Iterable[Path]) -> list[Path]:

@@ -10,8 +10,21 @@ import pytest
 from PIL import Image
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
-from maskrcnn_trt.export.output_folder import atomic_folder, copy_samples, sample_images
-from maskrcnn_trt.model.bundle.manifest import Manifest, Precision, read_manifest, verified_path
+from maskrcnn_trt.export.output_folder import (
+    atomic_folder,
+    copy_samples,
+    sample_images,
+    with_older_artifacts,
+)
+from maskrcnn_trt.model.bundle.manifest import (
+    CompiledProgram,
+    CompileTarget,
+    Manifest,
+    Precision,
+    read_manifest,
+    verified_path,
+    write_manifest,
+)
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
 from maskrcnn_trt.model.image_limits import ImageError
@@ -59,6 +72,29 @@ def test_precisions_share_a_file_that_was_exported_again(
     manifest = bundle_from_checkpoint(tiny_checkpoint, older, precisions=("tf32",), buckets=(HIGH,))
     assert contents(older, manifest) == [("fp32", WIDE), ("fp32", HIGH), ("tf32", HIGH)]
     assert len({artifact.path for artifact in manifest.artifacts}) == 2
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_kept_entry_of_a_shared_file_takes_its_input_type(
+    older: Path, tmp_path: Path, dtype: str
+) -> None:
+    """A program that was compiled for another input type is left out."""
+    manifest = read_manifest(older)
+    target = CompileTarget(torch_version="2", python_version="3", compute_capability="9.0")
+    compiled = CompiledProgram(path="model.compiled", sha256="", target=target)
+    fields = {"kind": "torch", "path": "model.pt2", "compiled": compiled}
+    fp32 = manifest.artifacts[0].model_copy(update=fields)
+    shared = {"input_dtype": dtype, "sha256": "new"}
+    tf32 = fp32.model_copy(update={"precision": "tf32", "compiled": None, **shared})
+    (folder := tmp_path / "new").mkdir()
+    for path in (older / "model.pt2", older / "model.compiled", folder / "model.pt2"):
+        path.touch()
+    write_manifest(older, manifest.model_copy(update={"artifacts": (fp32,)}))
+    new = manifest.model_copy(update={"artifacts": (tf32,)})
+    kept, _ = with_older_artifacts(new, folder, older, print).artifacts
+    expected = compiled if dtype == "uint8" else None
+    assert kept == fp32.model_copy(update={"compiled": expected, **shared})
+    assert (folder / "model.compiled").exists() == (dtype == "uint8")
 
 
 def test_samples_are_images_that_browsers_show(older: Path, tmp_path: Path) -> None:
