@@ -197,11 +197,13 @@ def copy_samples(samples: Iterable[Path], bundle: Path) -> None:
         samples: Image files to copy, as `sample_images` returns them.
         bundle: Folder of the bundle.
     """
+    # Read all images first, because they may be the bundle's current sample images.
+    contents = {path.name: path.read_bytes() for path in samples}
     folder = bundle / SAMPLES_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    for path in samples:
-        shutil.copy(path, folder)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
 
 
 def _model_of(manifest: Manifest) -> dict[str, Any]:

@@ -103,6 +103,8 @@ def test_samples_are_images_that_browsers_show(older: Path, tmp_path: Path) -> N
         Image.new("RGB", (8, 8)).save(path)
     copy_samples(sample_images([scan, *images]), older)
     assert {path.name for path in (older / "samples").iterdir()} == {p.name for p in images[:6]}
+    copy_samples(sample_images(sorted((older / "samples").iterdir())), older)
+    assert len(list((older / "samples").iterdir())) == 6
     images[3].write_bytes(b"text")
     with pytest.raises(ImageError, match=r"3\.jpg: "):
         copy_samples(sample_images(images), older)
