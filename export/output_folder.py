@@ -112,7 +112,9 @@ def _remove_leftovers(path: Path) -> None:
 
     If an export was killed while it replaced `path`, also restore the older folder as `path`.
     """
-    for lock in path.parent.glob(f".{glob.escape(path.name)}.*/{_LOCK_NAME}"):
+    # The eight random characters of `tempfile`. With `*`, the pattern of a bundle `m` would match
+    # the temporary folders of a bundle `m.v2`, too.
+    for lock in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}/{_LOCK_NAME}"):
         # OSError: the export is alive and holds the lock, or the folder is another user's.
         with suppress(OSError), lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

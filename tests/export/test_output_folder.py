@@ -144,11 +144,14 @@ def test_leftovers_of_killed_exports_are_removed(older: Path, tmp_path: Path) ->
             assert len(list(tmp_path.glob(".bundle.*"))) == 2
             (first / "alone").touch()
             (tmp_path / ".bundle.mine").mkdir()
+            (tmp_path / ".bundle.v2.abcd1234").mkdir()  # of a bundle `bundle.v2`
+            (tmp_path / ".bundle.v2.abcd1234" / ".export-lock").touch()
         shutil.rmtree(tmp_path / "bundle")
         process.kill()
     with atomic_folder(tmp_path / "bundle") as second:
         assert {p.name for p in tmp_path.glob(".bundle.*")} == {
             ".bundle.mine",
+            ".bundle.v2.abcd1234",
             second.parent.name,
         }
         assert read_manifest(older).artifacts
