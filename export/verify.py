@@ -62,15 +62,19 @@ class Comparison:
     detections: int = 0
     # Detections of the checkpoint that the artifact misses, or reproduces outside the tolerance.
     missed: int = 0
-    # Largest differences over the matched detections, in the units of `Tolerance`.
+    # Largest differences over the matched detections, in the units of `Tolerance`. NaN: an output
+    # is not finite.
     boxes: float = 0.0
     scores: float = 0.0
     masks: float = 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether the fraction of missing or too different detections is within the tolerance."""
-        return self.missed <= self.tolerance.share * self.detections
+        """Whether all outputs are finite and few enough detections are missing or too different."""
+        differences = (self.boxes, self.scores, self.masks)
+        return bool(np.isfinite(differences).all()) and (
+            self.missed <= self.tolerance.share * self.detections
+        )
 
 
 def verify_bundle(
@@ -228,6 +232,10 @@ def _compare_image(
     tolerance = comparison.tolerance
     if expected.is_full:
         floor = max(floor, float(expected.scores[-1]) + tolerance.scores)
+    # An output that is not finite is a fault, even if no expected detection matches it.
+    for name in ("boxes", "scores", "masks"):
+        if not getattr(actual, name).isfinite().all():
+            setattr(comparison, name, float("nan"))
     # Compare only detections above the floor, because rounding decides whether a detection near the
     # model's threshold, or at the end of a full list, appears.
     certain = (expected.scores > floor).nonzero()[:, 0].tolist()
@@ -242,11 +250,13 @@ def _compare_image(
         boxes = float((expected.boxes[row] - actual.boxes[match]).abs().max())
         scores = float((expected.scores[row] - actual.scores[match]).abs())
         masks = float((expected.masks[row] - actual.masks[match]).abs().mean())
-        if boxes > tolerance.boxes or scores > tolerance.scores or masks > tolerance.masks:
+        differences = np.array([boxes, scores, masks])
+        # Not `differences > limits`, which is false for NaN.
+        if not (differences <= tolerance[:3]).all():
             comparison.missed += 1
-        comparison.boxes = max(comparison.boxes, boxes)
-        comparison.scores = max(comparison.scores, scores)
-        comparison.masks = max(comparison.masks, masks)
+        # np.maximum returns NaN if one of its arguments is NaN, unlike max.
+        largest = np.maximum([comparison.boxes, comparison.scores, comparison.masks], differences)
+        comparison.boxes, comparison.scores, comparison.masks = largest.tolist()
 
 
 def _inputs_from(paths: Sequence[Path], manifest: Manifest) -> dict[ShapeBucket, list[_Input]]:

@@ -7,7 +7,12 @@ import pytest
 from onnx import numpy_helper
 from PIL import Image
 
-from maskrcnn_trt.export.verify import verify_bundle
+from maskrcnn_trt.export.verify import (
+    TOLERANCES,
+    compare_artifact,
+    reference_batches,
+    verify_bundle,
+)
 from maskrcnn_trt.model.bundle.manifest import (
     BundleError,
     Manifest,
@@ -15,6 +20,7 @@ from maskrcnn_trt.model.bundle.manifest import (
     sha256_of,
     write_manifest,
 )
+from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.model.image_limits import ImageError
 
@@ -85,6 +91,23 @@ def test_changed_weights_fail(
     assert not changed.passed
     assert changed.missed > 0
     assert untouched.passed
+
+
+@pytest.mark.parametrize("part", ["boxes", "scores", "masks"])
+def test_one_output_of_nan_fails(
+    bundle: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """NaN fails even if any number of detections may be wrong."""
+    monkeypatch.setitem(TOLERANCES, "fp32", TOLERANCES["fp32"]._replace(share=1.0))
+    manifest = read_manifest(bundle)
+    artifact = manifest.artifacts[0]
+    batches = reference_batches(load_checkpoint(tiny_checkpoint), manifest, [])[artifact.bucket]
+    outputs = [output.numpy().copy() for output in batches[0].expected]
+    assert compare_artifact(artifact, batches, lambda *_: outputs).passed
+    outputs[OUTPUT_NAMES.index(part)][0, 0] = np.nan
+    comparison = compare_artifact(artifact, batches, lambda *_: outputs)
+    assert (comparison.missed, comparison.passed) == (1, False)
+    assert np.isnan(getattr(comparison, part))
 
 
 def test_damaged_files_and_images_raise(
