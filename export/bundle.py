@@ -1,5 +1,6 @@
 """Export of a checkpoint to a bundle: ONNX files, torch programs, engines and manifest."""
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -63,9 +64,9 @@ def bundle_from_checkpoint(
 ) -> Manifest:
     """Export a checkpoint to a bundle folder.
 
-    The folder is replaced atomically. If it holds a bundle of the same checkpoint, the model files
-    of that bundle are kept, unless this export replaces them. A bundle of another checkpoint is
-    replaced as a whole.
+    The folder is replaced atomically. If it holds a bundle of the same checkpoint and model
+    configuration, the model files of that bundle are kept, unless this export replaces them. Any
+    other bundle is replaced as a whole.
 
     For each precision and input size, the new bundle has an ONNX file, an engine of each builder
     and, if `with_programs` is set, a torch program. Exceptions: bf16 has no ONNX file, int8 no
@@ -283,6 +284,7 @@ def model_for_export(checkpoint: Checkpoint, precision: Precision) -> MaskRCNN:
 
 def _manifest_from(checkpoint: Checkpoint, path: Path, artifacts: Sequence[Artifact]) -> Manifest:
     backbone = checkpoint.model_config.backbone
+    config = checkpoint.model_config.model_dump_json()
     return Manifest(
         model_name=f"maskrcnn_{backbone.name}_{backbone.features}",
         categories=checkpoint.categories,
@@ -294,6 +296,7 @@ def _manifest_from(checkpoint: Checkpoint, path: Path, artifacts: Sequence[Artif
         provenance=Provenance(
             checkpoint=path.name,
             checkpoint_sha256=sha256_of(path),
+            config_sha256=hashlib.sha256(config.encode()).hexdigest(),
             iteration=checkpoint.iteration,
             # JSON has no NaN and no infinity.
             metrics={name: m for name, m in checkpoint.metrics.items() if math.isfinite(m)},

@@ -131,15 +131,15 @@ def with_older_artifacts(
 
     A model of the older bundle is left out if the new bundle has a model of the same kind,
     precision and input size, or if one of the older model's files is missing. If the older bundle
-    is damaged, or belongs to another checkpoint or another version of this program, none of its
-    models is kept. Its sample images are kept in any case.
+    is damaged, or belongs to another checkpoint, model configuration or version of this program,
+    none of its models is kept. Its sample images are kept in any case.
 
     Args:
         manifest: Manifest of the new bundle.
         folder: Folder of the new bundle. The older bundle's files are linked or copied into it.
         bundle: Folder of the older bundle. It may be absent.
         report: Function that is called with one sentence if the older bundle belongs to another
-            checkpoint or version.
+            checkpoint, configuration or version.
 
     Returns:
         The manifest of the new bundle, extended by the older models.
@@ -151,7 +151,7 @@ def with_older_artifacts(
     except BundleError:
         return manifest
     if _model_of(older) != _model_of(manifest):
-        report(f"replacing the bundle of another checkpoint, or version, in {bundle}")
+        report(f"replacing the bundle of another checkpoint, configuration or version in {bundle}")
         return manifest
     exported = {_key(artifact) for artifact in manifest.artifacts}
     new = {artifact.path: artifact for artifact in manifest.artifacts}
@@ -209,7 +209,7 @@ def copy_samples(samples: Iterable[Path], bundle: Path) -> None:
 
 
 def _model_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest fields that are equal in all bundles of a checkpoint and program version.
+    """Return the manifest fields that are equal in all bundles of a model and program version.
 
     Two bundles with equal fields contain the same model.
     """

@@ -290,9 +290,11 @@ def model_response(
     config: ServeConfig,
 ) -> pb.GetModelResponse:
     """Return the response to the RPC `GetModel`: the model's description and server limits."""
+    # Only exports use this digest.
+    provenance = manifest.provenance.model_dump(exclude={"config_sha256"})
     return pb.GetModelResponse(
         name=manifest.model_name,
-        provenance=pb.Provenance(**manifest.provenance.model_dump()),
+        provenance=pb.Provenance(**provenance),
         categories=[pb.Category(id=c.id, name=c.name) for c in manifest.categories],
         buckets=[pb.Bucket(height=b.height, width=b.width) for b in buckets],
         precisions=precisions,

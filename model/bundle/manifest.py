@@ -177,6 +177,9 @@ class Provenance(_Record):
 
     checkpoint: str
     checkpoint_sha256: str
+    # SHA-256 of the model's configuration, which is not part of another program's weights file.
+    # None: the bundle was exported before this field existed.
+    config_sha256: str | None = None
     iteration: int
     metrics: dict[str, float]
     exported_by: str

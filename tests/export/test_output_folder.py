@@ -125,6 +125,18 @@ def test_bundles_of_other_checkpoints_are_replaced(
     assert (older / "samples" / "street.png").read_bytes() == b"image"
 
 
+def test_bundles_of_other_configurations_are_replaced(
+    tiny_checkpoint: Path, older: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """detectron2's configuration is a file beside the weights."""
+    tiny = load_checkpoint(tiny_checkpoint)
+    config = tiny.model_config.model_copy(update={"pixel_mean": (1.0, 2.0, 3.0)})
+    other = replace(tiny, model_config=config)
+    monkeypatch.setattr("maskrcnn_trt.export.bundle.checkpoint_from_reference", lambda _: other)
+    manifest = bundle_from_checkpoint(tiny_checkpoint, older, precisions=("tf32",), buckets=(WIDE,))
+    assert contents(older, manifest) == [("tf32", WIDE)]
+
+
 def test_leftovers_of_killed_exports_are_removed(older: Path, tmp_path: Path) -> None:
     """The folder of an export that is alive stays. A bundle that was moved away comes back."""
     program = (
