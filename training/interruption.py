@@ -48,10 +48,12 @@ class Interruption:
             TrainingInterrupted: The first signal arrived in the block, or before it.
         """
         self._immediate = True
-        if self.requested:
-            raise TrainingInterrupted
-        yield
-        self._immediate = False
+        try:
+            if self.requested:
+                raise TrainingInterrupted
+            yield
+        finally:
+            self._immediate = False
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
