@@ -170,10 +170,13 @@ def test_ray_agrees_with_predict_on_folders_and_buckets(
 
 
 def test_faults_without_a_cluster(bundle: Path, tmp_path: Path) -> None:
-    for name in (b"a.jpg", b"\xff.jpg"):
-        (tmp_path / os.fsdecode(name)).touch()
+    (tmp_path / "a.jpg").touch()
+    odd = tmp_path / "odd" / os.fsdecode(b"\xff.jpg")
+    odd.parent.mkdir()
+    odd.touch()
     for source, cluster, reason in [
-        (str(tmp_path / os.fsdecode(b"\xff.jpg")), "", r"\\xff.jpg is not UTF-8"),
+        (str(odd), "", r"odd/\\xff.jpg is not UTF-8"),
+        (str(odd.parent), "", r"odd/\\xff.jpg is not UTF-8"),
         (str(tmp_path / "a.jpg"), "auto", "RAY_ADDRESS"),
     ]:
         command = "from maskrcnn_trt.cli import main; main()"

@@ -88,15 +88,15 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def frames_until(
-    connection: socket.socket, kind: int, count: int = 1
+    connection: socket.socket, kind: int, count: int = 1, payload: bytes = b""
 ) -> list[tuple[int, int, bytes]]:
-    """Read frames until `count` frames of type `kind` have arrived.
+    """Read frames until `count` frames of type `kind` whose payload begins so have arrived.
 
     Return type, stream and payload of all frames read, including those of other types.
     """
     frames: list[tuple[int, int, bytes]] = []
     with connection.makefile("rb") as file:
-        while sum(frame[0] == kind for frame in frames) < count:
+        while sum(f[0] == kind and f[2].startswith(payload) for f in frames) < count:
             head = file.read(_FRAME_HEADER)
             length, stream = int.from_bytes(head[:3]), int.from_bytes(head[5:])
             frames.append((head[3], stream, file.read(length)))
