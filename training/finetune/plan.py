@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,23 +147,24 @@ def _input_size(
     dotted key, such as `data.min_size`.
     """
     trained = start.preprocessing
-    size, reason = trained.min_size, "as for the initial weights"
-    if size > (limit := _MAX_ENLARGEMENT * images.shorter_side):
-        size, reason = int(limit), f"images have a median shorter side of {images.shorter_side}"
-    if machine.device == "cpu" and size > _CPU_SIZE:
-        size, reason = _CPU_SIZE, "no GPU"
+    limits = [
+        (trained.min_size, "as for the initial weights"),
+        (
+            int(_MAX_ENLARGEMENT * images.shorter_side),
+            f"images have a median shorter side of {images.shorter_side}",
+        ),
+    ]
+    if machine.device == "cpu":
+        limits.append((_CPU_SIZE, "no GPU"))
     aspect = min(images.aspect, trained.max_size / trained.min_size)
     affordable = (_usable_memory(machine) / _PIXEL_MEMORY[machine.device] / aspect) ** 0.5
-    if size > affordable:
-        size, reason = int(affordable), "memory for one image per step"
-    max_size = int(given.get("data.max_size", 0))
-    if max_size and size > max_size:
-        size, reason = max_size, "limited by data.max_size"
-    buckets = _given_buckets(given)
-    if buckets:
+    limits.append((int(affordable), "memory for one image per step"))
+    if max_size := int(given.get("data.max_size", 0)):
+        limits.append((max_size, "limited by data.max_size"))
+    if buckets := _given_buckets(given):
         fitting = _other_side(buckets, max_size) if max_size else max(map(min, buckets))
-        if size > fitting:
-            size, reason = fitting, "limited by data.buckets"
+        limits.append((fitting, "limited by data.buckets"))
+    size, reason = min(limits, key=itemgetter(0))
     size = int(given.get("data.min_size", max(_STRIDE, _ceil(size - _STRIDE + 1))))
     longer = max(size, math.ceil(size * aspect - 1e-6))
     longer_reason = "95 % of the images fit, the others are reduced"
