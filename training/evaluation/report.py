@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ...model.atomic_files import atomic_write
 from ...model.plurals import counted
 from ..data.coco.dataset import CocoDataset
+from ..data.inspect.sample_grid import drawable
 from .coco_curves import IOU_TYPES
 from .coco_metrics import IOU_TITLES
 from .matching import ClassCurve, class_curves, confusion_matrix, matched_images
@@ -49,6 +50,7 @@ def write_report(
     """
     images = matched_images(dataset, results, image_ids)
     names = [category.name for category in dataset.categories]
+    drawn_names = [drawable(name) for name in names]
     curves = class_curves(images, len(names))
     thresholds = [curve.best_threshold for curve in curves]
     confusion = confusion_matrix(images, thresholds)
@@ -70,11 +72,11 @@ def write_report(
 The best threshold is the minimum score with the highest F1.</p>
 {_class_table(names, curves, metrics)}
 <h2>Precision and recall</h2>
-{_image(_curves_figure(names, curves), "Precision-recall curves")}
+{_image(_curves_figure(drawn_names, curves), "Precision-recall curves")}
 <h2>Confusion matrix</h2>
 <p>Detections above the best threshold of their class. Rows: classes of objects; columns: classes of
 detections.</p>
-{_image(_confusion_figure(names, confusion), "Confusion matrix")}
+{_image(_confusion_figure(drawn_names, confusion), "Confusion matrix")}
 <h2>Images with the most errors</h2>
 {worst_image or "<p>No image has an error.</p>"}
 """
@@ -86,7 +88,7 @@ detections.</p>
 """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
-        file.write(page.encode())
+        file.write(drawable(page).encode())
 
 
 def _summary_table(metrics: Mapping[str, float]) -> str:

@@ -89,7 +89,7 @@ def test_confusion_matrix(dataset: CocoDataset) -> None:
 def test_the_report_is_one_file(
     tmp_path: Path, dataset: CocoDataset, results: list[dict[str, Any]]
 ) -> None:
-    name = "<b>$x^2$ & _y"
+    name = "<b>$x^2$ & _y\udce9"
     square, thing = dataset.categories
     dataset.categories = (square.model_copy(update={"name": name}), thing)
     path = tmp_path / "new" / "report.html"

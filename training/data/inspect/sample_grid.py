@@ -153,7 +153,7 @@ def _draw_instance(axes: Axes, record: ImageRecord, instance: Instance, name: st
     left, top = _clipped(record, instance.bbox[:2])
     patch = {"facecolor": [(1 + part) / 2 for part in colour], "linewidth": 0, "pad": 0.5}
     anchor = "bottom" if top > _NAME_HEIGHT * record.height else "top"
-    text = _drawable(name)
+    text = drawable(name)
     axes.text(left, top, text, fontsize=7, va=anchor, bbox=patch, clip_on=True, parse_math=False)
 
 
@@ -187,9 +187,9 @@ def _show_surroundings(axes: Axes, record: ImageRecord, suspect: Instance) -> No
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(_drawable(text), _TITLE_CHARACTERS)
+    return textwrap.fill(drawable(text), _TITLE_CHARACTERS)
 
 
-def _drawable(text: str) -> str:
+def drawable(text: str) -> str:
     """Return the text with U+FFFD, the replacement character, instead of lone surrogates."""
     return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
