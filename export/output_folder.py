@@ -168,7 +168,7 @@ def with_older_artifacts(
 
 
 def _with_file_of(new: Artifact, older: Artifact) -> Artifact:
-    """Return the entry `older` for the file of the entry `new`, which has the same path.
+    """Return the manifest entry `older`, changed to describe the file of `new` at the same path.
 
     The precisions fp32 and tf32 share a file, which may have been exported again for one of them.
     """

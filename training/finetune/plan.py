@@ -184,9 +184,9 @@ def _given_buckets(given: Mapping[str, Any]) -> tuple[ShapeBucket, ...]:
 
 
 def _other_side(buckets: Sequence[ShapeBucket], side: int) -> int:
-    """Return the largest other side of images that fit the buckets in both orientations.
+    """Return how long the second side of an image may be if the first has `side` pixels.
 
-    0: no bucket holds an image with a side of `side` pixels in one of the orientations.
+    The image must fit one of the buckets as landscape, and one as portrait. 0: it cannot.
     """
     widths = (bucket.width for bucket in buckets if bucket.height >= side)
     heights = (bucket.height for bucket in buckets if bucket.width >= side)
