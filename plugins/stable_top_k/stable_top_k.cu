@@ -124,6 +124,12 @@ __device__ unsigned or_of_warp(unsigned value) {
     return value;
 }
 
+// Return the sum of the totals of all warps of lower index.
+__device__ unsigned sum_of_lower_warps(const unsigned (&totals)[WARP]) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    return sum_of_warp(lane < warp ? totals[lane] : 0);
+}
+
 // Return the bits that differ between some keys of the block. `ones` are the bits that are one in
 // some key of the thread, `zeros` those that are zero in some key. Calls must be separated by a
 // barrier.
@@ -142,7 +148,7 @@ __device__ unsigned differing_bits(unsigned ones, unsigned zeros) {
 
 // Return the sum of `count` in all threads of lower index. Calls must be separated by a barrier.
 __device__ int sum_of_lower_threads(int count) {
-    __shared__ int totals[WARP];
+    __shared__ unsigned totals[WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     int sum = count;
 #pragma unroll
@@ -152,7 +158,7 @@ __device__ int sum_of_lower_threads(int count) {
     }
     if (lane == WARP - 1) totals[warp] = sum;
     __syncthreads();
-    return sum - count + static_cast<int>(sum_of_warp(lane < warp ? totals[lane] : 0));
+    return sum - count + static_cast<int>(sum_of_lower_warps(totals));
 }
 
 // Two counters per thread. The selection counts entries by bin, the sort by digit and warp.
@@ -235,7 +241,7 @@ __device__ void place_largest(const Keys& keys, int wanted, const Store& store) 
         if (lane == 0) totals[warp] = own;
         __syncthreads();
         const int equal_wanted = wanted - static_cast<int>(sum_of_warp(totals[lane]) >> 16);
-        int equal_before = sum_of_warp(lane < warp ? totals[lane] : 0u) & 0xffffu;
+        int equal_before = sum_of_lower_warps(totals) & 0xffffu;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             const unsigned equal = __ballot_sync(ALL_LANES, keys[i] == threshold.key);
@@ -248,7 +254,7 @@ __device__ void place_largest(const Keys& keys, int wanted, const Store& store) 
     const unsigned own = sum_of_warp(__popc(chosen));
     if (lane == 0) totals[warp] = own;
     __syncthreads();
-    int before = sum_of_warp(lane < warp ? totals[lane] : 0u);
+    int before = sum_of_lower_warps(totals);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         const bool is_chosen = chosen >> i & 1;
