@@ -72,20 +72,8 @@ class ReadBatch(NamedTuple):
     from_host: Sequence[Tensor | ImageError | None]
 
 
-class DecodedBatch(NamedTuple):
-    """Batch after decoding: images that are already rotated according to their EXIF data."""
-
-    requests: Sequence[ImageRequest]
-    # For each request, the image [3, h, w] after its EXIF rotation: uint8 in source size on the
-    # device, or already resized on the host.
-    pixels: Sequence[Tensor | ImageError]
-    # Events before and after decoding.
-    begin: StreamEvent
-    ready: StreamEvent
-
-
 class PreparedBatch(NamedTuple):
-    """Batch after padding: the model's input."""
+    """Batch after decoding, resizing and padding: the model's input."""
 
     bucket: ShapeBucket
     entries: Sequence[BatchEntry]

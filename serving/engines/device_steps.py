@@ -1,7 +1,7 @@
 """Processing of batches on the GPU: image files in, encoded masks out.
 
-Decoding, padding, the model and mask encoding each have a CUDA stream, so that these steps of
-successive batches overlap. Masks that exceed the encoder's buffers are encoded again in one more
+Preparation of the input, the model and mask encoding each have a CUDA stream, so that these steps
+of successive batches overlap. Masks that exceed the encoder's buffers are encoded again in one more
 stream. A batch's tensors are freed after its last step, when no stream uses them. Decoded images
 can be large, so they are freed as soon as they are padded.
 """
@@ -30,7 +30,6 @@ from ..detections import Detections, MaskFormat
 from .base import MODEL_STEP, BatchEntry, ImageRequest, Outcome, PlannedImage, Step
 from .device_batches import (
     LONGEST_PAUSE_S,
-    DecodedBatch,
     EncodedMasks,
     InferredBatch,
     MaskBatch,
@@ -102,18 +101,17 @@ class DeviceSteps:
         # torch.cuda or torch.cpu. The streams of torch.cpu do nothing.
         self._module = torch.get_device_module(self._device)
         # High priority: the short kernels must not wait for the model's long ones.
-        self._decoding, self._padding, self._pasting, self._repeating = (
-            self._module.Stream(priority=-1) for _ in range(4)
+        self._preparing, self._pasting, self._repeating = (
+            self._module.Stream(priority=-1) for _ in range(3)
         )
         self._computing = self._module.Stream()
         self._waiting = threading.Lock()
-        # The steps from "decode" to "paste" only queue work on the GPU, by hundreds of short calls
+        # The steps from "prepare" to "paste" only queue work on the GPU, by hundreds of short calls
         # that release the GIL. If several threads were in these steps at once, each call would have
         # to wait for the GIL again, which costs far more than the calls.
         self.steps = (
             Step("read", self._read, self.concurrency),
-            Step("decode", self._decode, 1),
-            Step("pad", self._prepare, 1, continues_section=True),
+            Step("prepare", self._prepare, 1),
             Step(MODEL_STEP, self._infer, 1, continues_section=True),
             Step("paste", self._paste, 1, continues_section=True),
             Step("select", self._encode, self.concurrency),
@@ -134,21 +132,12 @@ class DeviceSteps:
             ],
         )
 
-    def _decode(self, batch: ReadBatch) -> DecodedBatch:
-        with self._module.stream(self._decoding):
-            begin = StreamEvent(self._device)
-            decoded = iter(decode_jpegs(batch.files, self._device))
-            pixels = [
-                upright_pixels(request.image, next(decoded)) if own is None else own
-                for request, own in zip(batch.requests, batch.from_host, strict=True)
-            ]
-            return DecodedBatch(batch.requests, pixels, begin, StreamEvent(self._device))
-
-    def _prepare(self, batch: DecodedBatch) -> PreparedBatch:
+    def _prepare(self, batch: ReadBatch) -> PreparedBatch:
         images = [request.image for request in batch.requests]
-        with self._module.stream(self._padding):
-            batch.ready.block(self._padding)
-            padded = self._padded(batch)
+        with self._module.stream(self._preparing):
+            begin = StreamEvent(self._device)
+            pixels = self._decoded(batch)
+            padded = self._padded(batch.requests, pixels)
             host_sizes = np.array([[i.size for i in images], [i.source_size for i in images]])
             floats = scales_and_limits(*host_sizes)
             # Pairs of float32 are stored as one int64, so that one copy transfers all four tables.
@@ -157,7 +146,7 @@ class DeviceSteps:
             scales, limits = on_device[2:].view(torch.float32)[:, :, None]
             entries = [
                 own if isinstance(own, ImageError) else request
-                for request, own in zip(batch.requests, batch.pixels, strict=True)
+                for request, own in zip(batch.requests, pixels, strict=True)
             ]
             return PreparedBatch(
                 batch.requests[0].bucket,
@@ -167,32 +156,42 @@ class DeviceSteps:
                 on_device[1],
                 scales,
                 limits,
-                batch.begin,
+                begin,
                 StreamEvent(self._device),
             )
 
-    def _padded(self, batch: DecodedBatch) -> Tensor:
+    def _decoded(self, batch: ReadBatch) -> list[Tensor | ImageError]:
+        """Return each request's image [3, h, w] after its EXIF rotation, or its error.
+
+        Images that the device decodes are uint8 in source size. The others are on the host, and
+        already resized.
+        """
+        decoded = iter(decode_jpegs(batch.files, self._device))
+        return [
+            upright_pixels(request.image, next(decoded)) if own is None else own
+            for request, own in zip(batch.requests, batch.from_host, strict=True)
+        ]
+
+    def _padded(
+        self, requests: Sequence[ImageRequest], pixels: Sequence[Tensor | ImageError]
+    ) -> Tensor:
         """Return the images on the device, resized and padded to the input size H x W.
 
-        The result is [B, 3, H, W]: float32 if the resize rule is `torchvision`, else uint8. Invalid
-        images are black.
+        `pixels` is the output of `_decoded`. The result is [B, 3, H, W]: float32 if the resize rule
+        is `torchvision`, else uint8. Invalid images are black.
         """
         empty = torch.empty(3, 0, 0, dtype=torch.uint8)
-        images = [empty if isinstance(own, ImageError) else own for own in batch.pixels]
-        for image in images:
-            if image.is_cuda:
-                # Otherwise the image's memory could be reused before the image is padded.
-                image.record_stream(self._padding)
+        images = [empty if isinstance(own, ImageError) else own for own in pixels]
         on_device = [image.to(self._device) for image in images]
-        bucket, rule = batch.requests[0].bucket, self._manifest.preprocessing.resize
+        bucket, rule = requests[0].bucket, self._manifest.preprocessing.resize
         if rule == "torchvision":
             rows = torch.zeros(len(images), 3, *bucket, device=self._device)
-            for row, image, request in zip(rows, on_device, batch.requests, strict=True):
+            for row, image, request in zip(rows, on_device, requests, strict=True):
                 if image.numel():
                     height, width = request.image.size
                     row[:, :height, :width] = resize_pixels(image, request.image.size, rule)
             return rows
-        sizes = [side for request in batch.requests for side in request.image.size]
+        sizes = [side for request in requests for side in request.image.size]
         return resize_pad(on_device, sizes, *bucket)
 
     def _infer(self, batch: PreparedBatch) -> InferredBatch:
