@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +96,8 @@ def download_file(
         DownloadError: The download failed, the file has another size or checksum, or another
             process downloads the file and `wait` is False.
     """
-    with exclusive_lock(path, wait=wait):
+    # A complete file needs no lock, which could not be written in a read-only folder.
+    with nullcontext() if path.exists() else exclusive_lock(path, wait=wait):
         if path.exists():
             actual = _mismatch(path, checksum, path, on_progress)
             if actual:

@@ -251,6 +251,14 @@ def test_an_existing_file_is_not_downloaded_again(site: Site, path: Path):
     assert site.requested_ranges == []
 
 
+def test_an_existing_file_needs_no_lock(site: Site, path: Path):
+    """In a read-only folder, the lock cannot be written."""
+    path.write_bytes(CONTENT)
+    with exclusive_lock(path):
+        download(site, path)
+    assert_complete(path)
+
+
 def test_an_existing_other_file_is_not_replaced(site: Site, path: Path):
     path.write_bytes(OTHER)
     with pytest.raises(DownloadError, match=r"MD5 .*delete it"):
