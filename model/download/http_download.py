@@ -163,8 +163,7 @@ class _Download:
             reraise=True,
         )
         try:
-            # httpx takes proxies from environment variables such as HTTP_PROXY.
-            with httpx.Client(follow_redirects=True, timeout=self.policy.timeout) as client:
+            with self._client() as client:
                 while not retrying(self._advance, client):
                     time.sleep(self.policy.pause)
         except (*_TRANSIENT, httpx.TooManyRedirects, httpx.InvalidURL) as error:
@@ -172,6 +171,22 @@ class _Download:
         except OSError as error:
             raise DownloadError(
                 f"cannot write {self.partial.path}: {error.strerror}; {self._remedy()}"
+            ) from error
+
+    def _client(self) -> httpx.Client:
+        """Return an HTTP client that follows redirects.
+
+        Raises:
+            DownloadError: An environment variable names an unsupported proxy, or a file of
+                certificates that cannot be read.
+        """
+        try:
+            # httpx reads environment variables such as HTTPS_PROXY and SSL_CERT_FILE.
+            return httpx.Client(follow_redirects=True, timeout=self.policy.timeout)
+        except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
+            raise DownloadError(
+                f"cannot request {self.url}: {str(error).rstrip('.')}; correct the environment "
+                "variable HTTP_PROXY, HTTPS_PROXY, ALL_PROXY or SSL_CERT_FILE"
             ) from error
 
     def _log_retry(self, state: RetryCallState) -> None:

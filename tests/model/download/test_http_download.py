@@ -2,6 +2,7 @@
 
 import hashlib
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -234,6 +235,23 @@ def test_a_refused_connection_is_an_error(path: Path):
         port = free.getsockname()[1]
     with pytest.raises(DownloadError, match=r"refused; .*--base-url"):
         download(Site({}, url=f"http://127.0.0.1:{port}"), path)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "fact"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:1080", "SOCKS proxy"),
+        ("HTTP_PROXY", "unknown://127.0.0.1:1080", "unknown://"),
+        ("SSL_CERT_FILE", "/no/such/file", "No such file"),
+    ],
+)
+def test_unusable_network_settings_are_named(
+    site: Site, path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, fact: str
+):
+    monkeypatch.setitem(sys.modules, "socksio", None)  # not installed
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(DownloadError, match=rf"{fact}.*{variable}"):
+        download(site, path)
 
 
 def test_a_file_that_does_not_fit_on_the_disk_is_refused(site: Site, path: Path):
