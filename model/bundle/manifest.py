@@ -266,7 +266,7 @@ def sha256_of(path: Path) -> str:
 
 def write_manifest(bundle: Path, manifest: Manifest) -> None:
     """Write `manifest.json` into the bundle folder."""
-    (bundle / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n")
+    (bundle / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
 
 
 def read_manifest(bundle: Path) -> Manifest:

@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,25 @@ def test_fits_agrees_with_resized_sizes() -> None:
         sizes = Preprocessing(min_size=low, max_size=high, **colours)
         bucket = ShapeBucket(height, width)
         assert sizes.fits(bucket) == holds_an_image(bucket, sizes), (sizes, bucket)
+
+
+REWRITE = """
+import sys
+from pathlib import Path
+from maskrcnn_trt.model.bundle.manifest import read_manifest, write_manifest
+
+folder = Path(sys.argv[1])
+manifest = read_manifest(folder)
+write_manifest(folder, manifest)
+assert read_manifest(folder) == manifest
+"""
+
+
+def test_class_names_are_independent_of_the_locale(write: Write) -> None:
+    settings = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", REWRITE, write(categories=[{"id": 1, "name": "Löwe"}])]
+    subprocess.run(command, env={**os.environ, **settings, **paths}, check=True)
 
 
 def test_manifest_that_is_a_folder_is_rejected(tmp_path: Path) -> None:
