@@ -187,6 +187,11 @@ class ModelConfig(FrozenConfig):
                 f"backbone.features=c5 needs bottleneck blocks, which {backbone.name} lacks; use "
                 "resnet50"
             )
+        if self.roi.head_norm == "gn" and self.roi.mask_head_dim % 32:
+            raise ValueError(
+                f"roi.head_norm=gn needs a multiple of 32 as roi.mask_head_dim, not "
+                f"{self.roi.mask_head_dim}"
+            )
         if backbone.features == "c4" and (self.roi.box_head_convs or self.roi.head_norm != "none"):
             raise ValueError(
                 "backbone.features=c4 uses the fifth stage of the ResNet as box head; remove "

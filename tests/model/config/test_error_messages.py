@@ -1,4 +1,4 @@
-"""Error messages for unknown configuration keys."""
+"""Error messages for unknown configuration keys and unsupported settings."""
 
 from typing import Any
 
@@ -28,3 +28,9 @@ def test_unknown_key_message(values: dict[Any, Any], key: str, suggestion: str |
     assert message.startswith(f"unknown key {key}")
     assert (f"did you mean {suggestion}?" in message) == (suggestion is not None)
     assert "allowed here: " in message
+
+
+def test_group_norm_without_whole_groups_is_rejected() -> None:
+    values = {"roi": {"head_norm": "gn", "mask_head_dim": 100}}
+    with pytest.raises(ValidationError, match=r"32 as roi\.mask_head_dim, not 100"):
+        ModelConfig.model_validate(values)
