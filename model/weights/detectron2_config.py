@@ -1,6 +1,8 @@
 """Reading of a model's settings from detectron2's configuration file (`config.yaml`)."""
 
+import ast
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +123,18 @@ def _values_in(path: Path) -> dict[str, Any]:
         return {}
     base = content.get("_BASE_")
     inherited = _values_in(path.parent / base) if isinstance(base, str) else {}
-    return inherited | values_by_key(content)
+    return inherited | {key: _decoded(value) for key, value in values_by_key(content).items()}
+
+
+def _decoded(value: Any) -> Any:
+    """Return the value of text that is a Python literal, as detectron2 does.
+
+    A tuple, such as `(0.3, 0.7)`, becomes a list. Other values are returned unchanged.
+    """
+    if isinstance(value, str):
+        with suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value)
+    return [_decoded(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _anchors(path: Path, values: Mapping[str, Any]) -> Settings:

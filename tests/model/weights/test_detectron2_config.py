@@ -143,6 +143,19 @@ def test_settings_that_cannot_be_represented_are_named(
         convert_reference(weights, config=path)
 
 
+def test_tuples_are_read(weights: Path) -> None:
+    config: dict[str, Any] = yaml.safe_load(yaml.safe_dump(CONFIG))
+    config["MODEL"]["PIXEL_MEAN"] = "(11.0, 120.0, 90.0)"
+    config["MODEL"]["ANCHOR_GENERATOR"]["SIZES"] = "((8,), (16,), (32,), (64,), (128,))"
+    config["MODEL"]["RPN"] |= {"IOU_THRESHOLDS": "(0.2, 0.8)", "BBOX_REG_WEIGHTS": "(1, 1, 1, 1)"}
+    path = weights.with_name("other.yaml")
+    path.write_text(yaml.safe_dump(config))
+    read = convert_reference(weights, config=path).checkpoint.model_config
+    assert read.pixel_mean == (11, 120, 90)
+    assert read.anchors.sizes == (8, 16, 32, 64, 128)
+    assert (read.rpn.sampling.background_iou, read.rpn.sampling.foreground_iou) == (0.2, 0.8)
+
+
 def test_bases_are_read_and_other_files_are_not(weights: Path, tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(CONFIG))
     path = tmp_path / "derived.yaml"
