@@ -56,7 +56,8 @@ def local_path(source: str | Path) -> Path:
         DownloadError: the download failed, or the file has another checksum.
     """
     text = str(source)
-    if not re.fullmatch(r"\w+_Weights\.\w+", text):
+    # A local file may have such a name too, as in `My_Weights.pth`.
+    if not re.fullmatch(r"\w+_Weights\.\w+", text) or Path(text).is_file():
         return weights_path(source)
     try:
         return weights_path(get_weight(text).url)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskrcnn_trt.model.weights.files import WeightsError, read_file
+from maskrcnn_trt.model.weights.files import WeightsError, local_path, read_file
 from maskrcnn_trt.model.weights.recognition import read_weights
 
 ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -161,6 +161,16 @@ def test_missing_files_folders_and_read_errors_are_rejected(tmp_path: Path) -> N
         read_file(tmp_path / "none.pth")
     with pytest.raises(WeightsError, match="is a folder"):
         read_file(tmp_path)
+
+
+def test_a_local_file_may_have_the_form_of_torchvisions_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("My_Weights.pth").touch()
+    assert local_path("My_Weights.pth") == Path("My_Weights.pth")
+    with pytest.raises(WeightsError, match="torchvision has no weights Your_Weights"):
+        local_path("Your_Weights.pth")
 
 
 @pytest.mark.parametrize(
