@@ -1,5 +1,6 @@
 """Commands of `maskrcnn kernels`."""
 
+import tempfile
 from collections import defaultdict
 
 import click
@@ -43,6 +44,10 @@ def build(capabilities: tuple[str, ...]) -> None:
             f"{', '.join(map(_capability, supported_architectures()))}",
             param_hint="--compute-capability",
         )
+    folder = cache_folder("kernels")
+    folder.mkdir(parents=True, exist_ok=True)
+    # Fail if the folder is not writable. `compile_kernel` would ignore this error.
+    tempfile.TemporaryFile(dir=folder).close()
     code_sizes: dict[str, list[list[int]]] = defaultdict(list)
     for kernel in track(all_kernels(), "compiling", console=Console(stderr=True)):
         codes = [compile_kernel(kernel, architecture, "cubin") for architecture in architectures]
@@ -52,7 +57,7 @@ def build(capabilities: tuple[str, ...]) -> None:
         totals = (f"{sum(sizes) / 1024:.0f} KiB" for sizes in zip(*variants, strict=True))
         table.add_row(name, str(len(variants)), *totals)
     table_console().print(table)
-    click.echo(f"the compiled kernels are in {cache_folder('kernels')}")
+    click.echo(f"the compiled kernels are in {folder}")
 
 
 def _capability(architecture: int) -> str:

@@ -77,6 +77,15 @@ def test_command_rejects_unsupported_architectures(capability: str, fact: str, c
     assert not cache.exists()
 
 
+def test_command_fails_without_a_writable_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    result = CliRunner().invoke(kernels, ["build", "--compute-capability", "9.0"])
+    assert isinstance(result.exception, NotADirectoryError)
+
+
 def test_every_source_belongs_to_a_kernel() -> None:
     assert {kernel.source for kernel in all_kernels()} == {
         str(p.relative_to(FOLDER)) for p in FOLDER.glob("*/*.cu")
