@@ -239,8 +239,10 @@ class RoiHeads(nn.Module):
     def _mask_loss(
         self, features: Sequence[Tensor], rois: TrainingRois, targets: Targets
     ) -> Tensor:
-        count = self.max_positives(rois)
-        boxes, labels, matched, positive = (x[:, :count] for x in rois[:4])
+        sampling = self.config.sampling
+        # Positive RoIs come first, so only as many are read as there can be.
+        limit = int(sampling.batch_size_per_image * sampling.positive_fraction)
+        boxes, labels, matched, positive = (x[:, :limit] for x in rois[:4])
         logits = self.predict_masks(features, boxes, labels)
         if self.config.mask_crop_size is not None:
             owners = take_rows(targets.boxes, matched)
@@ -251,16 +253,6 @@ class RoiHeads(nn.Module):
         return F.binary_cross_entropy_with_logits(
             logits, wanted, weight=positive.float()[..., None, None], reduction="sum"
         )
-
-    def max_positives(self, rois: TrainingRois) -> int:
-        """Return the largest possible number of positive RoIs per image.
-
-        It follows from the sampling settings and the number of `rois` per image. Positive RoIs come
-        first, so the mask loss reads only this number of RoIs per image.
-        """
-        sampling = self.config.sampling
-        limit = int(sampling.batch_size_per_image * sampling.positive_fraction)
-        return min(limit, rois.labels.shape[1])
 
 
 def _box_head(config: RoiConfig, channels: int) -> nn.Module:
