@@ -17,7 +17,6 @@ from torch import Tensor
 from torchvision.ops import roi_align
 
 from ..runtime.arguments import kernel_argument
-from ..runtime.compilation import Launch
 from ..runtime.launching import launch_kernel
 from .cpu_gradient import roi_align_gradient
 from .kernel import (
@@ -112,7 +111,7 @@ def _(features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> Tensor:
     rois = _roi_argument(rois, features)
     pooled = _empty_pooled(features, rois, pooling.output_size)
     channels_last = _is_channels_last(features[0])
-    channels = features[0].shape[1]
+    batch, count, channels = pooled.shape[:3]
     kernel = forward_kernel(
         pooling,
         _FEATURE_TYPES[features[0].dtype],
@@ -121,7 +120,9 @@ def _(features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> Tensor:
         pooled_channels_last=channels_last,
     )
     inputs = [*_maps(features, channels_last), rois]
-    launch_kernel(kernel, _launch(features, rois, pooling), inputs, [pooled])
+    sizes = _sizes(features)
+    launch = pyramid_roi_align_launch(batch, count, channels, sizes, pooling.output_size)
+    launch_kernel(kernel, launch, inputs, [pooled])
     return pooled
 
 
@@ -262,12 +263,6 @@ def _sum_dtype(features: Sequence[Tensor]) -> torch.dtype:
 def _pooling_from(attributes: tuple[Any, ...]) -> Pooling:
     pooling = Pooling(*attributes)
     return pooling._replace(spatial_scales=tuple(pooling.spatial_scales))
-
-
-def _launch(features: Sequence[Tensor], rois: Tensor, pooling: Pooling) -> Launch:
-    batch, count, _ = rois.shape
-    channels, sizes = features[0].shape[1], _sizes(features)
-    return pyramid_roi_align_launch(batch, count, channels, sizes, pooling.output_size)
 
 
 def _sizes(features: Sequence[Tensor]) -> list[tuple[int, int]]:
