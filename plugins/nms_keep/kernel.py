@@ -40,10 +40,11 @@ def nms_keep_kernel(
 
 
 def nms_keep_launch(sets: int, boxes: int) -> Launch:
-    """Return the grid, block and scalar arguments of `nms_keep`, the single-kernel NMS.
+    """Return the grid, block and scalar arguments of `nms_keep` and of `nms_select`.
 
-    Inputs are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. The output tells
-    which boxes are kept, [sets, boxes], in the `keep_type` of `nms_keep_kernel`.
+    Inputs of `nms_keep` are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. Inputs
+    of `nms_select` are the classes and the output of `nms_overlaps`. The output of both tells which
+    boxes are kept, [sets, boxes], in the `keep_type` of `nms_keep_kernel`.
     """
     return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 
@@ -62,15 +63,6 @@ def overlaps_launch(sets: int, boxes: int) -> Launch:
     """
     tiles = number_of_tiles(boxes)
     return Launch((tiles, tiles, sets), (_TILE_THREADS, 1, 1), (boxes,))
-
-
-def select_launch(sets: int, boxes: int) -> Launch:
-    """Return the grid, block and scalar arguments of `nms_select`.
-
-    Inputs are classes [sets, boxes] int64 and the output of `nms_overlaps`. The output tells which
-    boxes are kept, [sets, boxes], in the `keep_type` of `nms_keep_kernel`.
-    """
-    return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 
 
 _PREBUILT_NAMES: tuple[KernelName, ...] = ("nms_overlaps", "nms_select")

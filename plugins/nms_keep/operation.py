@@ -17,9 +17,9 @@ from ..runtime.launching import launch_kernel
 from .kernel import (
     MAX_BOXES,
     nms_keep_kernel,
+    nms_keep_launch,
     number_of_tiles,
     overlaps_launch,
-    select_launch,
 )
 
 
@@ -79,5 +79,5 @@ def _(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int) -> Te
     )
     suppressors = classes.new_empty(sets, number_of_tiles(count), count)
     launch_kernel(overlaps, overlaps_launch(sets, count), [boxes, classes], [suppressors])
-    launch_kernel(select, select_launch(sets, count), [classes, suppressors], [keep])
+    launch_kernel(select, nms_keep_launch(sets, count), [classes, suppressors], [keep])
     return keep
