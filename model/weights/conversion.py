@@ -52,13 +52,9 @@ class InputConfig(FrozenConfig):
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
         """Landscape and portrait input size, or one size if the input is square."""
-        sides = [math.ceil(side / BUCKET_STEP) * BUCKET_STEP for side in self.sides]
+        largest = min(self.min_size, self.max_size), self.max_size
+        sides = [math.ceil(side / BUCKET_STEP) * BUCKET_STEP for side in largest]
         return tuple(dict.fromkeys((ShapeBucket(*sides), ShapeBucket(*sides[::-1]))))
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        """Shorter and longer side of the largest resized images."""
-        return min(self.min_size, self.max_size), self.max_size
 
 
 class ConversionConfig(ModelConfig):

@@ -73,18 +73,21 @@ _DETECTRON2: Final = {
     },
 }
 
-# Names of the Cityscapes classes that have instance masks, by Cityscapes' id, in the order of
-# detectron2's labels.
-_CITYSCAPES: Final = {
-    24: "person",
-    25: "rider",
-    26: "car",
-    27: "truck",
-    28: "bus",
-    31: "train",
-    32: "motorcycle",
-    33: "bicycle",
-}
+# Cityscapes classes that have instance masks, with Cityscapes' ids, in the order of detectron2's
+# labels.
+_CITYSCAPES: Final = tuple(
+    Category(id=id_, name=name)
+    for id_, name in {
+        24: "person",
+        25: "rider",
+        26: "car",
+        27: "truck",
+        28: "bus",
+        31: "train",
+        32: "motorcycle",
+        33: "bicycle",
+    }.items()
+)
 # Settings of detectron2's configuration files that the weights files may lack. Keys are regular
 # expressions that match the start of a model's name or folder. Pixel statistics are in RGB order.
 _SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -216,13 +219,9 @@ def _detectron2_models() -> Iterator[ZooModel]:
                 dataset="LVIS v0.5" if lvis else "Cityscapes" if cityscapes else "COCO",
                 min_size=1024 if cityscapes else 800,
                 max_size=2048 if cityscapes else 1333,
-                categories=_cityscapes_categories() if cityscapes else None,
+                categories=_CITYSCAPES if cityscapes else None,
                 settings=MappingProxyType(settings),
             )
-
-
-def _cityscapes_categories() -> tuple[Category, ...]:
-    return tuple(Category(id=id_, name=name) for id_, name in _CITYSCAPES.items())
 
 
 ZOO_MODELS: Final = (*_torchvision_models(), *_detectron2_models())
