@@ -114,7 +114,10 @@ def decode_image(
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1
     try:
-        return _rgb_from_image(image, orientation)
+        # Read `tile` before `load`, which empties this attribute.
+        is_deep = isinstance(image, PngImageFile) and "16B" in str(image.tile)
+        image.load()
+        return upright_rgb(image, orientation, _excess_bits(image) if is_deep else 0)
     except ImageError:
         raise
     except Exception as error:
@@ -194,13 +197,6 @@ def _is_plain_jpeg(image: ImageFile, data: bytes) -> bool:
         return False
     stores_rgb = image.info.get("adobe_transform") == 0 or [c[0] for c in image.layer] == [*b"RGB"]
     return image.mode == "L" or (image.mode == "RGB" and not stores_rgb)
-
-
-def _rgb_from_image(image: ImageFile, orientation: int) -> NDArray[np.uint8]:
-    # Read `tile` before `load`, which empties this attribute.
-    is_deep = isinstance(image, PngImageFile) and "16B" in str(image.tile)
-    image.load()
-    return upright_rgb(image, orientation, _excess_bits(image) if is_deep else 0)
 
 
 def _excess_bits(image: ImageFile) -> int:

@@ -34,15 +34,13 @@ def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
 
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
-        lock.acquire(blocking=wait)
+        held = lock.acquire(blocking=wait)
     except Timeout:
         raise DownloadError(
             f"another process is creating {path}; wait until it has ended"
         ) from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def check_free_space(path: Path, needed: int) -> None:
