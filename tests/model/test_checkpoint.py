@@ -48,12 +48,8 @@ def _fail(_: int) -> None:
     raise OSError("no space left on device")
 
 
-def _cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 DAMAGED_FILES = {
-    "truncated": _cut,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "empty": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("not a checkpoint"),
     "weights alone": lambda path: torch.save({"conv.weight": torch.ones(1)}, path),

@@ -7,6 +7,14 @@ from maskrcnn_trt.model import host_resources
 from maskrcnn_trt.model.host_resources import available_cores, available_memory, memory_limit
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of the cgroups. Its file `own` lists those of this process."""
+    monkeypatch.setattr(host_resources, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_resources, "_OWN_CGROUPS", tmp_path / "own")
+    return tmp_path
+
+
 def test_available_memory_and_cores_are_within_the_machine() -> None:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < available_memory() <= pages
@@ -18,13 +26,11 @@ def test_available_memory_and_cores_are_within_the_machine() -> None:
     [("1048576\n", "50000 100000\n", 0.5), ("max\n", "max 100000\n", None)],
 )
 def test_limits_of_a_container_apply(
-    memory: str, cpu: str, cores: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: str, cpu: str, cores: float | None, folder: Path
 ) -> None:
-    (tmp_path / "memory.max").write_text(memory)
-    (tmp_path / "cpu.max").write_text(cpu)
-    monkeypatch.setattr(host_resources, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host_resources, "_OWN_CGROUPS", tmp_path / "own")
-    (tmp_path / "own").write_text("0::/of/the/host\n")
+    (folder / "memory.max").write_text(memory)
+    (folder / "cpu.max").write_text(cpu)
+    (folder / "own").write_text("0::/of/the/host\n")
     assert (available_memory() == 1 << 20) == (memory == "1048576\n")
     assert available_cores() == (cores or len(os.sched_getaffinity(0)))
 
@@ -37,28 +43,22 @@ def test_limits_of_a_container_apply(
     ],
 )
 def test_memory_limit_of_the_own_or_an_outer_cgroup_applies(
-    cgroups: str, root: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cgroups: str, root: str, name: str, folder: Path
 ) -> None:
-    service = tmp_path / root / "a.slice" / "b.service"
+    service = folder / root / "a.slice" / "b.service"
     service.mkdir(parents=True)
-    (tmp_path / "own").write_text(cgroups)
-    monkeypatch.setattr(host_resources, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host_resources, "_OWN_CGROUPS", tmp_path / "own")
+    (folder / "own").write_text(cgroups)
     (service / name).write_text(f"{3 << 20}\n")
     assert memory_limit() == 3 << 20
     (service.parent / name).write_text(f"{2 << 20}\n")
     assert memory_limit() == 2 << 20
 
 
-def test_cpu_quota_of_an_outer_cgroup_applies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.slice" / "b.service").mkdir(parents=True)
-    (tmp_path / "a.slice" / "cpu.max").write_text("25000 100000\n")
-    (tmp_path / "a.slice" / "b.service" / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "own").write_text("0::/a.slice/b.service\n")
-    monkeypatch.setattr(host_resources, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host_resources, "_OWN_CGROUPS", tmp_path / "own")
+def test_cpu_quota_of_an_outer_cgroup_applies(folder: Path) -> None:
+    (folder / "a.slice" / "b.service").mkdir(parents=True)
+    (folder / "a.slice" / "cpu.max").write_text("25000 100000\n")
+    (folder / "a.slice" / "b.service" / "cpu.max").write_text("max 100000\n")
+    (folder / "own").write_text("0::/a.slice/b.service\n")
     assert available_cores() == 0.25
 
 
@@ -79,14 +79,11 @@ def test_memory_in_use_of_a_cgroup_is_not_available(
     root: str,
     names: tuple[str, str],
     entry: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
 ) -> None:
-    service = tmp_path / root / "a"
+    service = folder / root / "a"
     service.mkdir(parents=True)
-    (tmp_path / "own").write_text(cgroups)
-    monkeypatch.setattr(host_resources, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host_resources, "_OWN_CGROUPS", tmp_path / "own")
+    (folder / "own").write_text(cgroups)
     for name, mebibytes in zip(names, (9, 7), strict=True):
         (service / name).write_text(f"{mebibytes << 20}\n")
     (service / "memory.stat").write_text(f"anon 123\n{entry} {2 << 20}\n")

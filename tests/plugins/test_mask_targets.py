@@ -9,7 +9,6 @@ import torch
 from cuda_graphs import replayed
 from numpy.typing import NDArray
 from torch import Tensor
-from torchvision.ops import roi_align
 
 from maskrcnn_trt.plugins.mask_targets import mask_targets_from_crops, mask_targets_from_rle
 
@@ -129,15 +128,6 @@ def test_targets_equal_the_definition(case: str, device: str) -> None:
     expected = targets_by_definition(CASES[case], side)
     torch.testing.assert_close(crops.cpu(), expected, atol=3e-5, rtol=0)
     torch.testing.assert_close(runs.cpu(), expected.flatten(0, 1), atol=3e-5, rtol=0)
-
-
-def test_crop_targets_equal_torchvision(device: str) -> None:
-    masks, boxes, matched = CASES["crops"]
-    planes = matched + masks.shape[1] * torch.arange(len(masks))[:, None]
-    rois = torch.cat([planes.flatten()[:, None], boxes.flatten(0, 1)], dim=1)
-    expected = roi_align(masks.flatten(0, 1)[:, None].float(), rois, 28)[:, 0]
-    targets = mask_targets_from_crops(*on(device, CASES["crops"]), 28)
-    torch.testing.assert_close(targets.cpu().flatten(0, 1), expected, atol=1e-5, rtol=0)
 
 
 def test_runs_of_several_sizes(device: str) -> None:

@@ -4,8 +4,6 @@ import torch
 from box_cases import ODD_BOXES, iou_by_definition, random_boxes
 from cuda_graphs import replayed
 from torch import Tensor
-from torchvision.models.detection._utils import Matcher
-from torchvision.ops import box_iou
 
 from maskrcnn_trt.plugins.match_boxes import match_boxes
 
@@ -79,20 +77,6 @@ def test_degenerate_boxes_match_by_the_definition(rule: Rule, device: str) -> No
     candidates = torch.cat([ODD_BOXES.flip(0), random_boxes(200)])[None]
     matches = match_on(device, boxes, labels, candidates, rule)
     assert_equal(matches, match_by_definition(boxes, labels, candidates, rule))
-
-
-@pytest.mark.parametrize("rule", [RPN, ROI])
-def test_equals_torchvision(rule: Rule, device: str) -> None:
-    boxes, candidates = random_boxes(1, 9, seed=4), random_boxes(1, 500, seed=5)
-    labels = torch.ones(1, 9, dtype=torch.int64)
-    target, positive, negative = (
-        tensor[0] for tensor in match_on(device, boxes, labels, candidates, rule)
-    )
-    expected = Matcher(*rule)(box_iou(boxes[0], candidates[0]))
-    assert positive.any()
-    assert torch.equal(positive, expected >= 0)
-    assert torch.equal(negative, expected == Matcher.BELOW_LOW_THRESHOLD)
-    assert torch.equal(target[positive], expected[positive])
 
 
 def test_ties_match_the_first_box(device: str) -> None:

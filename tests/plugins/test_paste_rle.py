@@ -3,14 +3,11 @@
 import functools
 from typing import get_args
 
-import numpy as np
 import pytest
 import torch
 from cuda_graphs import replayed
-from pycocotools import mask as coco_mask
 from run_length_cases import pycocotools_strings
 from torch import Tensor
-from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from maskrcnn_trt.model.masks import MaskPaste, rles_from_probabilities
 from maskrcnn_trt.plugins.paste_rle import paste_rle
@@ -113,18 +110,6 @@ def test_runs_equal_serving(case: str, paste: MaskPaste, device: str) -> None:
     assert counts.dtype == num_runs.dtype == torch.int32
     assert counts.device.type == device
     assert strings(counts, num_runs) == serving_strings(case, paste)
-
-
-@pytest.mark.parametrize("case", ["random", "full masks at borders", "large image"])
-def test_runs_equal_torchvision_and_pycocotools(case: str, device: str) -> None:
-    masks, boxes, sizes = CASES[case]
-    # torchvision fails for boxes outside of the image.
-    boxes = boxes.clamp(min=0).minimum(sizes[:, [1, 0, 1, 0]])
-    size = tuple(sizes[0].tolist())
-    pasted = paste_masks_in_image(masks[:, None], boxes, size)[:, 0] > 0.5
-    expected = [coco_mask.encode(np.asfortranarray(mask.byte().numpy())) for mask in pasted]
-    runs = paste_rle(masks.to(device), boxes.to(device), sizes.to(device), CAPACITY)
-    assert strings(*runs) == [rle["counts"] for rle in expected]
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 2, 5, 100])
