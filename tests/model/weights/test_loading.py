@@ -1,18 +1,16 @@
 """Loading of weights that a training starts from, and rejection of incompatible ones."""
 
 import hashlib
-import http.server
 import pickle
 import re
-import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from faulty_server import Site, serving
 from foreign_states import State, caffe2, detectron2, random_state
 from torchvision.models import resnet50
 
@@ -194,73 +192,47 @@ def test_incomplete_files_are_rejected(whole: tuple[Path, State], tmp_path: Path
 
 
 @pytest.fixture
-def address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[str, Path, list[str]]]:
-    """Start an HTTP server: its URL, its folder, and the list of requested paths."""
-    (tmp_path / "served").mkdir()
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    requests: list[str] = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
-            requests.append(self.path)
-
-    handler = partial(Handler, directory=str(tmp_path / "served"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", tmp_path / "served", requests
-        server.shutdown()
-        thread.join()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serving(Site({})) as site:
+        yield site
 
 
-def test_urls_are_downloaded_once(
-    address: tuple[str, Path, list[str]], msra: tuple[Path, State]
-) -> None:
-    url, folder, requests = address
+def test_urls_are_downloaded_once(site: Site, msra: tuple[Path, State]) -> None:
     content = msra[0].read_bytes()
-    name = f"R-50-{hashlib.sha256(content).hexdigest()[:8]}.pkl"
-    (folder / name).write_bytes(content)
+    name = f"R-50-{hashlib.sha256(content).hexdigest()[:8]}.pkl?download=1"
+    site.files[name] = content
     for _ in range(2):
-        assert load(config(), f"{url}/{name}?download=1")[2].num_loaded == len(msra[1])
-    assert requests == [f"/{name}?download=1"]
+        assert load(config(), f"{site.url}/{name}")[2].num_loaded == len(msra[1])
+    assert len(site.requested_ranges) == 1
 
 
-def test_failed_downloads_leave_no_file(
-    address: tuple[str, Path, list[str]], tmp_path: Path
-) -> None:
-    url, folder, _ = address
-    (folder / "R-50-0123abcd.pkl").write_bytes(b"another file")
+def test_failed_downloads_leave_no_file(site: Site, tmp_path: Path) -> None:
+    site.files["R-50-0123abcd.pkl"] = b"another file"
     for name, reason in {"R-50-0123abcd.pkl": "SHA-256", "none.pkl": "404"}.items():
         with pytest.raises(DownloadError, match=f"{name}.*{reason}"):
-            load(config(), f"{url}/{name}")
+            load(config(), f"{site.url}/{name}")
     left = (tmp_path / "cache" / "maskrcnn-trt" / "weights").iterdir()
     assert all(path.suffix == ".lock" for path in left)
 
 
-def test_urls_with_the_same_file_name_are_kept_apart(
-    address: tuple[str, Path, list[str]], msra: tuple[Path, State]
-) -> None:
-    url, folder, _ = address
-    for name in ("first", "second"):
-        (folder / name).mkdir()
-    (folder / "first" / "model_final.pkl").write_bytes(msra[0].read_bytes())
-    (folder / "second" / "model_final.pkl").write_bytes(b"another file")
-    load(config(), f"{url}/first/model_final.pkl")
+def test_urls_with_the_same_file_name_are_kept_apart(site: Site, msra: tuple[Path, State]) -> None:
+    site.files["first/model_final.pkl"] = msra[0].read_bytes()
+    site.files["second/model_final.pkl"] = b"another file"
+    load(config(), f"{site.url}/first/model_final.pkl")
     with pytest.raises(WeightsError, match="damaged"):
-        load(config(), f"{url}/second/model_final.pkl")
+        load(config(), f"{site.url}/second/model_final.pkl")
 
 
 def test_torchvision_weight_names_are_resolved(
-    address: tuple[str, Path, list[str]], msra: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
+    site: Site, msra: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, folder, requests = address
-    (folder / "resnet50.pkl").write_bytes(msra[0].read_bytes())
-    entry = SimpleNamespace(url=f"{url}/resnet50.pkl")
+    site.files["resnet50.pkl"] = msra[0].read_bytes()
+    entry = SimpleNamespace(url=f"{site.url}/resnet50.pkl")
     monkeypatch.setattr(files, "get_weight", {"ResNet50_Weights.IMAGENET1K_V1": entry}.get)
     load(config(), "ResNet50_Weights.IMAGENET1K_V1")
-    assert requests == ["/resnet50.pkl"]
+    assert len(site.requested_ranges) == 1
     monkeypatch.undo()
     with pytest.raises(WeightsError, match=r"torchvision has no weights ResNet50_Weights\.V9;"):
         load(config(), "ResNet50_Weights.V9")
