@@ -59,7 +59,8 @@ def weights_path(reference: str | Path) -> Path:
         url = str(reference)
         name = PurePosixPath(urlsplit(url).path).name
         # The name may contain the first digits of the SHA-256, as in `resnet50-0676ba61.pth`.
-        digits = re.search(r"-([0-9a-f]{8,64})\.", name)
+        # Eight digits are not a checksum if they are a date, as in `model-20260131.pth`.
+        digits = re.search(r"-(?!20\d\d[01]\d[0-3]\d\.)([0-9a-f]{8,64})\.", name)
         checksum = Checksum("sha256", digits[1]) if digits else None
         if checksum is None:
             # Many URLs end in model_final.pth, so the hash of the URL makes the name unique.

@@ -45,6 +45,11 @@ def test_a_published_file_is_downloaded_once(
     assert f"{mirror.url}/detectron2/COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x/" in err
 
 
+def test_a_date_in_a_url_is_not_a_checksum(mirror: Site) -> None:
+    mirror.files["model-20260131.pkl"] = CONTENT
+    assert weights_path(f"{mirror.url}/model-20260131.pkl").read_bytes() == CONTENT
+
+
 def test_an_interrupted_download_is_resumed(mirror: Site, path: Path) -> None:
     mirror.faults = [Fault(cut_after=20_000)]
     assert weights_path(NAME).read_bytes() == CONTENT
