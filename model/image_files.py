@@ -131,7 +131,7 @@ def png_from_other_formats(data: bytes) -> bytes:
         # PIL.Image.open has a global limit of pixels, so the format's plugin is called directly.
         image = plugin(BytesIO(data))
         check_size(image.height, image.width, MAX_PIXELS)
-        has_deep_colours = ";16" in str(image.tile) and not image.mode.startswith("I;16")
+        has_deep_colours = ";16" in str(image.tile) and not image.mode.startswith("I")
         orientation = image.getexif().get(ExifTags.Base.Orientation) or 1
         image.load()  # Pillow applies the orientation of a TIFF
         png, exif = _png_compatible(image, has_deep_colours), Exif()
