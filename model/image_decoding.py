@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags
+from PIL.Image import Image
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
@@ -117,7 +118,7 @@ def decode_image(
         # Read `tile` before `load`, which empties this attribute.
         is_deep = isinstance(image, PngImageFile) and "16B" in str(image.tile)
         image.load()
-        return upright_rgb(image, orientation, _excess_bits(image) if is_deep else 0)
+        return upright_rgb(image, orientation, excess_bits(image) if is_deep else 0)
     except ImageError:
         raise
     except Exception as error:
@@ -199,7 +200,7 @@ def _is_plain_jpeg(image: ImageFile, data: bytes) -> bool:
     return image.mode == "L" or (image.mode == "RGB" and not stores_rgb)
 
 
-def _excess_bits(image: ImageFile) -> int:
+def excess_bits(image: Image) -> int:
     """Return the number of low bits to drop to reduce a loaded 16-bit image to 8 bits.
 
     0: the values fit in 8 bits, or Pillow has dropped the low bits already.

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path, PurePath
-from typing import Any
 
 import numpy as np
 from PIL import ExifTags
@@ -21,7 +20,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from .bundle.manifest import Preprocessing
 from .bundle.spec import MAX_PIXELS
-from .image_decoding import IMAGE_SUFFIXES, decode_image, plugin_for
+from .image_decoding import IMAGE_SUFFIXES, decode_image, excess_bits, plugin_for
 from .image_limits import ImageError, check_file_size, check_size
 from .resizing import Pixels, resize_image, resized_size
 from .upright_images import TRANSPOSES
@@ -40,9 +39,6 @@ _COLOUR_MODES = ("CMYK", "YCbCr", "LAB", "RGBX", "RGBa", "PA")
 # EXIF orientations whose rotations undo each other. The transposition of any other orientation
 # undoes itself.
 _OPPOSITES = {6: 8, 8: 6}
-# A 16-bit colour image is rejected if the high byte of its largest value is not above this number:
-# Pillow keeps only the high bytes, so the image would turn dark.
-_DARK = 0x3F
 
 
 @contextmanager
@@ -168,12 +164,7 @@ def _png_compatible(image: Image, has_deep_colours: bool) -> Image:
     `has_deep_colours` means that the file has 16 bits per colour channel.
     """
     if has_deep_colours:
-        extrema: Any = image.getextrema()
-        if max(high for _, high in extrema[:3]) <= _DARK:
-            raise ImageError(
-                "the image has 16 bits per channel but uses only the lowest bits, so its colours "
-                "would turn dark; convert it to 8 bits per channel"
-            )
+        excess_bits(image)  # rejects images that would turn dark
     if image.mode == "I;16B":
         return fromarray(np.asarray(image).astype(np.uint16))
     if image.mode in _COLOUR_MODES:

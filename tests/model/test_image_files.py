@@ -1,6 +1,7 @@
 """BMP and TIFF files become PNG without loss."""
 
 import os
+import struct
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,15 @@ def encoded(pixels: NDArray[Any] | Image.Image, image_format: str, **options: An
 def decoded(data: bytes, folder: Path) -> NDArray[np.uint8]:
     (folder / "image").write_bytes(data)
     return decode_image(read_image_file(folder / "image"))
+
+
+def deep_tiff(pixels: NDArray[np.uint8]) -> bytes:
+    """Return a TIFF of 16 bits per colour channel, which Pillow does not write."""
+    values = {256: WIDTH, 257: HEIGHT, 258: 16, 259: 1, 262: 2, 273: 122, 277: 3, 278: HEIGHT}
+    values[279] = 2 * pixels.size
+    tags = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in values.items())
+    header = b"II*\0" + struct.pack("<IH", 8, len(values)) + tags + bytes(4)
+    return header + pixels.astype("<u2").tobytes()
 
 
 @pytest.mark.parametrize(
@@ -86,6 +96,7 @@ def test_tiff_keeps_its_orientation(orientation: int, mode: str, tmp_path: Path)
         (encoded(PIXELS[:4], "BMP"), "at least 8"),
         (encoded(GREY.astype(np.float32), "TIFF"), "mode F"),
         (encoded(GREY.astype(np.uint16), "TIFF", tiffinfo={339: 2}), "mode I,"),  # signed
+        (deep_tiff(PIXELS), "lowest 8 bits.* 8 bits per channel"),
         (b"GIF89a", "not a JPEG, PNG, WebP, BMP or TIFF"),
     ],
 )
