@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..runtime.arguments import kernel_argument
+from ..runtime.arguments import FLOAT_TYPES, kernel_argument
 from ..runtime.launching import launch_kernel
 from .kernel import paste_rle_kernel, paste_rle_launch
 
 # Largest absolute coordinate of a box in pixels.
 _FARTHEST = 2.0**24
-_CUDA_TYPES = {torch.float32: "float", torch.float16: "float16"}
 
 
 class _PixelSamples(NamedTuple):
@@ -80,7 +79,7 @@ def paste_rle(
             kernel_argument("boxes", boxes, torch.float32, (len(masks), 4)),
             kernel_argument("sizes", sizes, torch.int64, (len(masks), 2)),
         ]
-        kernel = paste_rle_kernel(_CUDA_TYPES[dtype], side, threshold, exact=exact)
+        kernel = paste_rle_kernel(FLOAT_TYPES[dtype], side, threshold, exact=exact)
         launch_kernel(kernel, paste_rle_launch(*counts.shape), inputs, [counts, num_runs])
         return counts, num_runs
     for index, (height, width) in enumerate(sizes.tolist()):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import roi_align
 
-from ..runtime.arguments import kernel_argument
+from ..runtime.arguments import FLOAT_TYPES, kernel_argument
 from ..runtime.launching import launch_kernel
 from .cpu_gradient import roi_align_gradient
 from .kernel import (
@@ -29,15 +29,9 @@ from .kernel import (
     pyramid_roi_align_launch,
 )
 
-_FEATURE_TYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float",
-    torch.float64: "double",
-}
+_FEATURE_TYPES = {**FLOAT_TYPES, torch.float64: "double"}
 # Side of a pooled cell in feature cells from which float32 no longer distinguishes its samples.
 _TOO_LARGE = 2.0**24
-_FEATURE_NAMES = " or ".join(map(str, _FEATURE_TYPES))
 
 
 @torch.library.custom_op("maskrcnn::pyramid_roi_align", mutates_args=(), device_types="cpu")
@@ -217,7 +211,8 @@ def _check_features(features: Sequence[Tensor]) -> None:
     """Raise ValueError if the kernels do not support the features."""
     first = features[0]
     if first.dtype not in _FEATURE_TYPES:
-        raise ValueError(f"features must be {_FEATURE_NAMES}, not {first.dtype}")
+        supported = " or ".join(map(str, _FEATURE_TYPES))
+        raise ValueError(f"features must be {supported}, not {first.dtype}")
     for feature in features:
         if feature.dtype != first.dtype or feature.shape[:2] != first.shape[:2]:
             raise ValueError(

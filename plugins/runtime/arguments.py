@@ -11,7 +11,7 @@ HALF_TYPES: Mapping[torch.dtype, Literal["float16", "bfloat16"]] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-FLOAT_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", **HALF_TYPES}
+FLOAT_TYPES: Mapping[torch.dtype, str] = {**HALF_TYPES, torch.float32: "float"}
 
 # Alignment of tensors in bytes. Kernels load up to 16 bytes at once, which must be aligned.
 _ALIGNMENT = 16
