@@ -47,6 +47,8 @@ def test_equals_separate_convolutions(
     dtype: torch.dtype,
     device: str,
 ) -> None:
+    if device == "cpu" and max(sides) > 100:
+        pytest.skip("only the CUDA kernel divides the pixels into tiles")
     arguments = random_arguments(sides, channels, dtype, device)
     assert can_fuse_transition(arguments[1], arguments[4], arguments[6])
     output, reduced = block_transition(*arguments)
