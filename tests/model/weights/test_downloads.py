@@ -1,4 +1,4 @@
-"""Downloads of published models from a real server with their paths."""
+"""Downloads of published models and of URLs from a real server."""
 
 import hashlib
 import re
@@ -43,6 +43,30 @@ def test_a_published_file_is_downloaded_once(
     assert out == ""
     assert "CC BY-SA 3.0" in err
     assert f"{mirror.url}/detectron2/COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x/" in err
+
+
+def test_urls_are_downloaded_once(mirror: Site) -> None:
+    name = f"R-50-{hashlib.sha256(CONTENT).hexdigest()[:8]}.pkl"
+    mirror.files[f"{name}?download=1"] = CONTENT
+    for _ in range(2):
+        path = weights_path(f"{mirror.url}/{name}?download=1")
+        assert (path.name, path.read_bytes()) == (name, CONTENT)
+    assert len(mirror.requested_ranges) == 1
+
+
+def test_urls_with_the_same_file_name_are_kept_apart(mirror: Site) -> None:
+    for folder in ("first", "second"):
+        mirror.files[f"{folder}/model_final.pkl"] = folder.encode()
+        path = weights_path(f"{mirror.url}/{folder}/model_final.pkl")
+        assert path.read_bytes() == folder.encode()
+
+
+def test_failed_downloads_of_urls_leave_no_file(mirror: Site, path: Path) -> None:
+    mirror.files["R-50-0123abcd.pkl"] = b"another file"
+    for name, reason in {"R-50-0123abcd.pkl": "SHA-256", "none.pkl": "404"}.items():
+        with pytest.raises(DownloadError, match=f"{name}.*{reason}"):
+            weights_path(f"{mirror.url}/{name}")
+    assert all(file.suffix == ".lock" for file in path.parent.iterdir())
 
 
 def test_a_date_in_a_url_is_not_a_checksum(mirror: Site) -> None:

@@ -1,9 +1,7 @@
 """Loading of weights that a training starts from, and rejection of incompatible ones."""
 
-import hashlib
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,6 @@ from torchvision.models import resnet50
 
 from maskrcnn_trt.model.checkpoint import CheckpointError
 from maskrcnn_trt.model.config.schema import ModelConfig
-from maskrcnn_trt.model.download.local_files import DownloadError
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 from maskrcnn_trt.model.weights import files
 from maskrcnn_trt.model.weights.files import WeightsError
@@ -191,48 +188,16 @@ def test_incomplete_files_are_rejected(whole: tuple[Path, State], tmp_path: Path
         load(config(**DETECTRON2), tmp_path / "cut.pth")
 
 
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with serving(Site({})) as site:
-        yield site
-
-
-def test_urls_are_downloaded_once(site: Site, msra: tuple[Path, State]) -> None:
-    content = msra[0].read_bytes()
-    name = f"R-50-{hashlib.sha256(content).hexdigest()[:8]}.pkl?download=1"
-    site.files[name] = content
-    for _ in range(2):
-        assert load(config(), f"{site.url}/{name}")[2].num_loaded == len(msra[1])
-    assert len(site.requested_ranges) == 1
-
-
-def test_failed_downloads_leave_no_file(site: Site, tmp_path: Path) -> None:
-    site.files["R-50-0123abcd.pkl"] = b"another file"
-    for name, reason in {"R-50-0123abcd.pkl": "SHA-256", "none.pkl": "404"}.items():
-        with pytest.raises(DownloadError, match=f"{name}.*{reason}"):
-            load(config(), f"{site.url}/{name}")
-    left = (tmp_path / "cache" / "maskrcnn-trt" / "weights").iterdir()
-    assert all(path.suffix == ".lock" for path in left)
-
-
-def test_urls_with_the_same_file_name_are_kept_apart(site: Site, msra: tuple[Path, State]) -> None:
-    site.files["first/model_final.pkl"] = msra[0].read_bytes()
-    site.files["second/model_final.pkl"] = b"another file"
-    load(config(), f"{site.url}/first/model_final.pkl")
-    with pytest.raises(WeightsError, match="damaged"):
-        load(config(), f"{site.url}/second/model_final.pkl")
-
-
 def test_torchvision_weight_names_are_resolved(
-    site: Site, msra: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
+    msra: tuple[Path, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site.files["resnet50.pkl"] = msra[0].read_bytes()
-    entry = SimpleNamespace(url=f"{site.url}/resnet50.pkl")
-    monkeypatch.setattr(files, "get_weight", {"ResNet50_Weights.IMAGENET1K_V1": entry}.get)
-    load(config(), "ResNet50_Weights.IMAGENET1K_V1")
-    assert len(site.requested_ranges) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serving(Site({"resnet50.pkl": msra[0].read_bytes()})) as site:
+        entry = SimpleNamespace(url=f"{site.url}/resnet50.pkl")
+        monkeypatch.setattr(files, "get_weight", {"ResNet50_Weights.IMAGENET1K_V1": entry}.get)
+        load(config(), "ResNet50_Weights.IMAGENET1K_V1")
+        assert len(site.requested_ranges) == 1
     monkeypatch.undo()
     with pytest.raises(WeightsError, match=r"torchvision has no weights ResNet50_Weights\.V9;"):
         load(config(), "ResNet50_Weights.V9")
