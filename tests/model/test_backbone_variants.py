@@ -25,19 +25,6 @@ def test_a_training_step_lowers_the_loss(name: str, features: str, norm: str) ->
         assert model(images, sizes, targets, seeds).means().sum() < losses.sum()
 
 
-@pytest.mark.parametrize(
-    ("name", "features"), [("resnet101", "fpn"), ("resnet50", "c4"), ("resnet50", "c5")]
-)
-@torch.inference_mode()
-def test_shapes_of_detections(name: str, features: str) -> None:
-    config = small_config(name, features, "frozen_bn")
-    found = random_model(config).eval()(*noise_images())
-    assert found.num_detections.min() > 0
-    side = 14 if features == "c4" else 28
-    assert config.mask_side == side
-    assert found.masks.shape == (2, 10, side, side)
-
-
 @torch.inference_mode()
 def test_c4_mask_side_is_rounded_up() -> None:
     config = small_config("resnet18", "c4", "frozen_bn", roi={"mask_pool": 7})

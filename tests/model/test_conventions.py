@@ -49,6 +49,7 @@ def test_detections_equal_the_reference(convention: str, features: str) -> None:
     found = model(images, sizes)
     plus_one = int(config.inclusive_boxes)
     assert found.num_detections.min() > 0
+    assert found.masks.shape == (2, 10, config.mask_side, config.mask_side)
     for index, (height, width) in enumerate(sizes.tolist()):
         blank = torch.zeros_like(images[index : index + 1])
         blank[:, :, :height, :width] = images[index : index + 1, :, :height, :width]
