@@ -5,7 +5,6 @@ from typing import Any
 
 import yaml
 
-from .schema import FrozenConfig
 from .strict_yaml import value_from_yaml
 
 
@@ -67,11 +66,3 @@ def values_by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def value_at(config: FrozenConfig, key: str) -> Any:
-    """Return the value of a configuration at a dotted key."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value

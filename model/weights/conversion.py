@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from ..bundle.manifest import Category, Preprocessing
 from ..bundle.spec import BUCKET_STEP, ResizeRule, ShapeBucket
 from ..checkpoint import Checkpoint
 from ..config.error_messages import validation_message
-from ..config.overrides import OverrideError, value_at, with_overrides, with_value
+from ..config.overrides import OverrideError, with_overrides, with_value
 from ..config.schema import FrozenConfig, ModelConfig
 from ..mask_rcnn import MaskRCNN
 from .files import WeightsError
@@ -139,7 +140,7 @@ def checkpoint_from_weights(
         num_loaded=len(expected.keys() & tensors.keys()),
         ignored=weights.ignored,
         assumed={
-            key: value_at(settings, key)
+            key: attrgetter(key)(settings)
             for key in dict.fromkeys((*weights.assumed, *_NEVER_STORED))
             if key not in weights.structure
         },

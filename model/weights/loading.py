@@ -3,12 +3,12 @@
 import math
 import shlex
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..config.overrides import value_at
 from ..config.reference import text_from_value
 from ..config.schema import ModelConfig
 from ..mask_rcnn import MaskRCNN
@@ -173,7 +173,7 @@ def _check_conventions(source: str | Path, weights: Weights, config: ModelConfig
         for key, value in weights.settings.items()
         if key in _MEANING_SETTINGS
         and not (key == "backbone.norm_eps" and merged)
-        and not _is_equivalent(key, value, value_at(config, key))
+        and not _is_equivalent(key, value, attrgetter(key)(config))
     }
     if conflicts:
         settings = shlex.join(f"model.{k}={text_from_value(v)}" for k, v in conflicts.items())

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from ...model.checkpoint import Checkpoint
 from ...model.config.error_messages import validation_message
-from ...model.config.overrides import value_at, with_overrides
+from ...model.config.overrides import with_overrides
 from ...model.config.reference import text_from_value
 from ...model.shell_commands import shell_path
 from ...model.weights.layouts import CLASS_ROWS
@@ -112,7 +113,7 @@ class Finetuning:
         table.add_column("value", overflow="fold")
         table.add_column("because")
         for key in _SHOWN:
-            value = text_from_value(_plain(value_at(self.config, key)))
+            value = text_from_value(_plain(attrgetter(key)(self.config)))
             table.add_row(key, Text(value), Text(self.reasons.get(key, "")))
         return table
 

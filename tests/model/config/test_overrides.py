@@ -1,11 +1,8 @@
+from operator import attrgetter
+
 import pytest
 
-from maskrcnn_trt.model.config.overrides import (
-    OverrideError,
-    value_at,
-    values_by_key,
-    with_overrides,
-)
+from maskrcnn_trt.model.config.overrides import OverrideError, values_by_key, with_overrides
 from maskrcnn_trt.model.config.reference import text_from_value
 from maskrcnn_trt.model.config.schema import ModelConfig
 
@@ -43,14 +40,13 @@ def test_invalid_overrides_are_rejected(override: str, problem: str) -> None:
     assert override.partition("=")[0] in str(caught.value)
 
 
-def test_value_at_dotted_key() -> None:
-    assert value_at(ModelConfig(), "roi.sampling.batch_size_per_image") == 512
+def test_values_by_dotted_key() -> None:
     assert values_by_key(ModelConfig().model_dump())["roi.sampling.batch_size_per_image"] == 512
 
 
 @pytest.mark.parametrize("key", ["pixel_mean", "rpn.smooth_l1_beta", "roi.aligned", "num_classes"])
 def test_formatted_value_survives_a_round_trip(key: str) -> None:
     config = ModelConfig()
-    override = f"{key}={text_from_value(value_at(config, key))}"
+    override = f"{key}={text_from_value(attrgetter(key)(config))}"
     again = ModelConfig.model_validate(with_overrides({}, [override]))
-    assert value_at(again, key) == value_at(config, key)
+    assert attrgetter(key)(again) == attrgetter(key)(config)
