@@ -74,11 +74,28 @@ def read_config(path: Path) -> Detectron2Config | None:
     """Read a configuration file of detectron2. Return None if the file has no section `MODEL`.
 
     Raises:
-        WeightsError: the file cannot be read, or this model cannot represent a setting.
+        WeightsError: the file cannot be read or has invalid values, or this model cannot represent
+            a setting.
     """
     values = _values_in(path)
     if not any(key.startswith("MODEL.") for key in values):
         return None
+    try:
+        return _config_from(path, values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WeightsError(
+            f"{path} has an invalid value ({error}); give the config.yaml that detectron2's "
+            "training wrote"
+        ) from error
+
+
+def _config_from(path: Path, values: Mapping[str, Any]) -> Detectron2Config:
+    """Convert the values of a configuration file, by detectron2's dotted keys.
+
+    Raises:
+        WeightsError: this model cannot represent a setting.
+        TypeError, ValueError, RuntimeError: a value has another form than in detectron2.
+    """
     for key, allowed in _FIXED.items():
         if key in values and values[key] not in allowed:
             raise _unsupported(path, key, values[key])
@@ -163,7 +180,9 @@ def _anchors(path: Path, values: Mapping[str, Any]) -> Settings:
 
 def _statistics(values: Mapping[str, Any]) -> dict[str, Tensor]:
     names = {"MODEL.PIXEL_MEAN": "pixel_mean", "MODEL.PIXEL_STD": "pixel_std"}
-    statistics = {ours: torch.tensor(values[key]) for key, ours in names.items() if key in values}
+    statistics = {
+        ours: torch.tensor(values[key]).reshape(3) for key, ours in names.items() if key in values
+    }
     if "INPUT.FORMAT" in values:
         statistics[IS_BGR] = torch.tensor(values["INPUT.FORMAT"] == "BGR")
     return statistics

@@ -127,6 +127,9 @@ def test_assumptions_without_a_configuration_are_named(
         ("MODEL.ROI_HEADS", "NUM_CLASSES", 80, "3 classes.* 80"),
         ("INPUT", "FORMAT", "YUV-BT.601", "FORMAT"),
         ("INPUT", "MIN_SIZE_TEST", 0, "preprocessing.min_size is 0"),
+        ("MODEL", "PIXEL_MEAN", [1, 2], r"other\.yaml has an invalid value"),
+        ("MODEL.ANCHOR_GENERATOR", "SIZES", 32, r"other\.yaml has an invalid value"),
+        ("MODEL.RPN", "IOU_THRESHOLDS", 0.5, r"other\.yaml has an invalid value"),
     ],
 )
 def test_settings_that_cannot_be_represented_are_named(
