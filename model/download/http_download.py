@@ -96,11 +96,18 @@ def download_file(
         DownloadError: The download failed, the file has another size or checksum, or another
             process downloads the file and `wait` is False.
     """
+
+    def mismatch(file: Path) -> str | None:
+        """Describe how the checksum of a file differs from the expected one. None: it does not."""
+        if checksum is None:
+            return None
+        actual = checksum.of(file, f"checking {path.name}", on_progress)
+        return None if actual == checksum else f"its {actual} is not {checksum.digest}"
+
     # A complete file needs no lock, which could not be written in a read-only folder.
     with nullcontext() if path.exists() else exclusive_lock(path, wait=wait):
         if path.exists():
-            actual = _mismatch(path, checksum, path, on_progress)
-            if actual:
+            if actual := mismatch(path):
                 raise DownloadError(
                     f"{path} exists but is not the published file: {actual}; delete it to download "
                     f"it again, or, to trust this file, {remedies.trust}"
@@ -108,34 +115,13 @@ def download_file(
             return
         partial = PartialFile(path)
         _Download(url, partial, size, policy, remedies, on_progress).run()
-        actual = _mismatch(partial.path, checksum, path, on_progress)
-        if actual:
+        if actual := mismatch(partial.path):
             partial.remove()
             raise DownloadError(
                 f"{url} is not the published file: {actual}; the downloaded copy was deleted. Try "
                 f"again, or {remedies.unreachable}; to trust this file, {remedies.trust}"
             )
         partial.publish(path)
-
-
-def _mismatch(
-    file: Path, checksum: Checksum | None, path: Path, on_progress: ByteProgress
-) -> str | None:
-    """Describe how a file's checksum differs from the expected one.
-
-    Args:
-        file: File to check: the downloaded file or the partial file.
-        checksum: Expected checksum.
-        path: Path of the complete download, whose name appears in the progress.
-        on_progress: Progress callback.
-
-    Returns:
-        The description. None: the checksums are equal, or `checksum` is None.
-    """
-    if checksum is None:
-        return None
-    actual = checksum.of(file, f"checking {path.name}", on_progress)
-    return None if actual == checksum else f"its {actual} is not {checksum.digest}"
 
 
 @dataclass(frozen=True)
