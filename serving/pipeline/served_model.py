@@ -160,8 +160,10 @@ class ServedModel:
     @property
     def states(self) -> dict[str, bool]:
         """Map each name of the model (NAME, NAME-PRECISION) to whether it can process requests."""
+        # Metrics are also collected before the model is loaded. It has no batchers then.
+        is_loaded = bool(self.batchers) and not self.is_unloaded
         return {
-            name: not self.is_unloaded and self.batcher(precision).is_up
+            name: is_loaded and self.batcher(precision).is_up
             for name, precision in self.names.items()
         }
 

@@ -27,7 +27,11 @@ from unloadable_server import serving
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving import prometheus
+from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.monitoring.machine_metrics import GPU_METRICS
+from maskrcnn_trt.serving.monitoring.telemetry import Telemetry
+from maskrcnn_trt.serving.pipeline.pipeline import ModelRepository
+from maskrcnn_trt.serving.pipeline.served_model import ModelSource
 
 Encode = Callable[..., bytes]
 
@@ -48,6 +52,15 @@ def test_start_looks_up_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getfqdn", None)
     with prometheus.metrics_server(CollectorRegistry(), "0.0.0.0", 0) as url:
         assert httpx.get(url.replace("0.0.0.0", "127.0.0.1")).status_code == 200
+
+
+def test_metrics_of_a_model_that_is_not_loaded_yet(wide_bundle: Path) -> None:
+    models = ModelRepository([ModelSource(wide_bundle)], ServeConfig(), Telemetry())
+    registry = CollectorRegistry()
+    registry.register(prometheus.ModelCollector(models))
+    assert registry.get_sample_value("nv_inference_request_success", OWN) == 0
+    assert registry.get_sample_value("maskrcnn_slots", {"model": MODEL}) == 256
+    models.close()
 
 
 def detect_request(image: bytes, **fields: Any) -> pb.DetectRequest:
