@@ -1,6 +1,7 @@
 """Worker processes, which run one engine each. `pipeline.batching` restarts failed ones."""
 
 import contextlib
+import errno
 import logging
 import os
 import queue
@@ -120,7 +121,7 @@ class WorkerProcess(Generic[Item, Result]):
         Raises:
             BundleError: the bundle is damaged or lacks the loader's precision.
             BackendError: the backend does not run on this machine or with the loader's batch size,
-                or the process ended.
+                the process ended, or this process has too few file descriptors for the channels.
         """
         try:
             reply = self._control.recv()
@@ -130,10 +131,13 @@ class WorkerProcess(Generic[Item, Result]):
             for _ in range(self.info.concurrency):
                 self._channels.put(Channel.receive_from(self._control))
             self._control.close()
-        except (EOFError, OSError):
-            raise BackendError(
-                f"loading the model failed: {self.exited.result()}; see the log for the reason"
-            ) from None
+        except (EOFError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise BackendError(
+                    f"loading the model failed: {error.strerror}; raise the limit of open files "
+                    "with ulimit -n"
+                ) from None
+            raise self._load_error() from None
 
     @property
     def is_spare(self) -> bool:
@@ -150,7 +154,10 @@ class WorkerProcess(Generic[Item, Result]):
             BackendError: the engine fails, or the process ends.
             BundleError: the model's outputs contradict the bundle's manifest.
         """
-        self._call("warm_up", max_batch, timeout_s=None)
+        try:
+            self._call("warm_up", max_batch, timeout_s=None)
+        except BackendDownError:
+            raise self._load_error() from None
 
     def compute(self, items: Sequence[Item]) -> Sequence[Result]:
         """Return one result per item of a batch. All items have the same input size.
@@ -179,6 +186,12 @@ class WorkerProcess(Generic[Item, Result]):
     def kill(self) -> None:
         """Kill the process. Methods that wait for the process then raise BackendError."""
         self._process.kill()
+
+    def _load_error(self) -> BackendError:
+        """Wait until the process has ended, and return the error to raise from loading."""
+        return BackendError(
+            f"loading the model failed: {self.exited.result()}; see the log for the reason"
+        )
 
     def _call(self, method: str, argument: Any, *, timeout_s: float | None) -> Any:
         channel = self._channels.get()

@@ -25,9 +25,14 @@ class ActionEngine:
     """
 
     def __init__(
-        self, on_load: Action = os.getpid, concurrency: int = 1, saturating_batches: int = 0
+        self,
+        on_load: Action = os.getpid,
+        on_warm_up: Action = os.getpid,
+        concurrency: int = 1,
+        saturating_batches: int = 0,
     ) -> None:
         self._on_load = on_load
+        self._on_warm_up = on_warm_up
         self.info = EngineInfo(
             "none",
             "cpu",
@@ -42,7 +47,7 @@ class ActionEngine:
         return self
 
     def warm_up(self, max_batch: int) -> None:
-        """Do nothing."""
+        self._on_warm_up()
 
     def compute(self, items: Sequence[Action]) -> list[Any]:
         return [item() for item in items]

@@ -9,6 +9,7 @@ import faulty_engines as actions
 import numpy as np
 import pytest
 from faulty_engines import ActionEngine
+from open_files import no_free_files
 from server_load import wait_until
 
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
@@ -134,6 +135,21 @@ def test_load_failures_name_the_reason(load: Any, kind: type[Exception], words: 
     with pytest.raises(kind, match=words):
         process.load()
     process.exited.result()
+
+
+def test_a_process_that_ends_during_its_warm_up_is_named() -> None:
+    process = start(ActionEngine(on_warm_up=partial(os._exit, 3)))
+    process.load()
+    with pytest.raises(BackendError, match=r"loading .* process \d+ ended: exit status 3; .* log"):
+        process.warm_up(1)
+
+
+def test_loading_without_a_free_file_descriptor_fails_at_once() -> None:
+    process = start(ActionEngine())
+    assert process._control.poll(60)
+    with no_free_files(), pytest.raises(BackendError, match=r"Too many open files; .*ulimit -n"):
+        process.load()
+    process.kill()
 
 
 def test_a_process_that_ends_or_hangs_can_be_replaced() -> None:
