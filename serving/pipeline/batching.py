@@ -14,7 +14,7 @@ from ...model.bundle.manifest import BundleError
 from ...model.bundle.spec import ShapeBucket
 from ..detections import DEFAULT_SCHEDULING, SchedulingOptions
 from ..engines.worker_process import WorkerProcess
-from ..errors import BackendDownError, ServingError
+from ..errors import BackendDownError, BackendError, ServingError
 from ..host import name_thread
 from .scheduling import BatchPolicy, Schedule, Ticket
 
@@ -90,11 +90,16 @@ class Batcher(Generic[Item, Result]):
         """Take ownership of worker processes.
 
         Args:
-            processes: Processes that have loaded the same engine; at least one.
+            processes: Processes that have loaded the same model; at least one.
             policy: Rules for the size of a batch.
+
+        Raises:
+            BackendError: two processes chose backends that cannot compute the same batches.
         """
-        # Properties of the engine, equal in all workers.
+        # Properties of the first worker's engine. `_check_backend` compares those of the others.
         self.info = processes[0].info
+        for process in processes:
+            self._check_backend(process)
         self._policy = policy
         self._schedule = Schedule[_PendingItem[Item, Result]](policy, self.info.buckets)
         self._workers = [_WorkerState(process, is_up=True) for process in processes]
@@ -287,7 +292,24 @@ class Batcher(Generic[Item, Result]):
 
     def _load(self, process: WorkerProcess[Item, Result]) -> None:
         process.load()
+        self._check_backend(process)
         process.warm_up(self._policy.max_batch)
+
+    def _check_backend(self, process: WorkerProcess[Item, Result]) -> None:
+        """Check that a loaded process can compute the batches of the other workers.
+
+        Each process with the backend `auto` chooses a backend that runs on its GPU at that time.
+
+        Raises:
+            BackendError: its engine takes other items than the first worker's engine.
+        """
+        own, first = process.info, self.info
+        if (own.is_end_to_end, own.buckets) != (first.is_end_to_end, first.buckets):
+            raise BackendError(
+                f"a worker process chose the backend {own.backend}, which cannot compute batches "
+                f"for {first.backend}, the backend of the model's first worker; the log has the "
+                "reason of its choice; to use one backend in all workers, set --backend"
+            )
 
 
 def _fail(batch: _Batch[Item, Result], error: Exception) -> None:

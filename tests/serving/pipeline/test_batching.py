@@ -21,6 +21,7 @@ from maskrcnn_trt.serving.engines.worker_process import (
     assign_resources,
     start_workers,
 )
+from maskrcnn_trt.serving.errors import BackendError
 from maskrcnn_trt.serving.pipeline import batching
 from maskrcnn_trt.serving.pipeline.batching import Batcher
 from maskrcnn_trt.serving.pipeline.scheduling import BatchPolicy
@@ -151,6 +152,26 @@ async def test_a_restart_that_hangs_is_repeated(
         assert (await batcher.infer(Action(os.getpid))).value
     batcher.close()
     assert starts.stat().st_size >= 3
+
+
+async def test_workers_whose_backends_take_other_items_are_rejected(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader = actions.ActionEngine()
+    (engine,) = loaded(loader)
+    batcher = batcher_of(engine, 1)
+    loader.info = loader.info._replace(backend="another", is_end_to_end=True)
+    (other,) = loaded(loader)
+    message = "chose the backend another, which cannot compute batches for none"
+    with pytest.raises(BackendError, match=f"{message}.*--backend"):
+        Batcher([engine, other], BatchPolicy(1, 0))
+    other.close()
+    async with running(batcher), asyncio.timeout(60):
+        engine.kill()
+        while message not in caplog.text:  # the error of the restarted worker
+            await asyncio.sleep(0.01)
+        assert not batcher.is_up
+    batcher.close()
 
 
 async def test_cancelled_images_leave_the_queue(
