@@ -1,4 +1,4 @@
-"""Fair scheduling: order of queued images, thread pool that connections share, and deadlines.
+"""Fair scheduling: order of queued images, shared semaphore and thread pool, and deadlines.
 
 Images form batches by self-clocked fair queueing (Golestani, 1994). The image with the lowest
 service tag is served first. The tag of a new image is max(V, T) + W:
@@ -175,6 +175,67 @@ def timed(work: Callable[..., Value], *arguments: Any) -> TimedResult[Value]:
     return TimedResult(value, time.perf_counter() - start)
 
 
+class FairSemaphore:
+    """Semaphore whose free units go to the waiting connections in round-robin order.
+
+    If too few units are free for the next acquisition in this order, the acquisitions behind it
+    wait too, so that large ones are not delayed forever.
+
+    Call the methods from one event loop only.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        # Number of units, free or in use.
+        self.capacity = capacity
+        self.in_use = 0
+        # Waiting acquisitions by connection, with their units, in round-robin order.
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+
+    async def acquire(self, peer: str, units: int = 1) -> None:
+        """Acquire units. If too few are free, wait for them.
+
+        Args:
+            peer: gRPC peer of the request; it identifies the client's connection.
+            units: Number of units, at most `capacity`.
+        """
+        if not self._waiting and self.in_use + units <= self.capacity:
+            self.in_use += units
+            return
+        acquired = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(peer, deque()).append((units, acquired))
+        try:
+            await acquired
+        except asyncio.CancelledError:
+            if acquired.cancelled():
+                self._admit()  # acquisitions behind this one may need fewer units
+            else:  # the task got the units, but was cancelled in the same event loop iteration
+                self.release(units)
+            raise
+
+    def release(self, units: int = 1) -> None:
+        """Free acquired units for waiting acquisitions."""
+        self.in_use -= units
+        self._admit()
+
+    def _admit(self) -> None:
+        """Give units to waiting acquisitions until too few are free for the next one."""
+        while self._waiting:
+            peer = next(iter(self._waiting))
+            units, acquired = self._waiting[peer][0]
+            is_cancelled = acquired.cancelled()
+            if not is_cancelled and self.in_use + units > self.capacity:
+                return
+            queue = self._waiting.pop(peer)
+            queue.popleft()
+            if queue and is_cancelled:
+                self._waiting = {peer: queue, **self._waiting}
+            elif queue:
+                self._waiting[peer] = queue  # behind the other connections
+            if not is_cancelled:
+                self.in_use += units
+                acquired.set_result(None)
+
+
 class FairThreadPool:
     """Thread pool whose free threads go to the waiting connections in round-robin order.
 
@@ -184,12 +245,10 @@ class FairThreadPool:
     def __init__(self, size: int) -> None:
         # Number of threads.
         self.size = size
-        self._free = size
+        self._threads = FairSemaphore(size)
         self._executor = ThreadPoolExecutor(
             size, "images", initializer=name_thread, initargs=("images",)
         )
-        # Calls that wait for a thread, by connection. The first connection gets the next thread.
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     async def run(
         self, peer: str, work: Callable[..., Value], *arguments: Any
@@ -205,7 +264,7 @@ class FairThreadPool:
             arguments: Arguments of the function.
         """
         start = time.perf_counter()
-        await self._acquire_thread(peer)
+        await self._threads.acquire(peer)
         waited_s = time.perf_counter() - start
         running = self._executor.submit(timed, work, *arguments)
         # The thread is busy until the call ends, even if the caller is cancelled.
@@ -216,44 +275,16 @@ class FairThreadPool:
     @property
     def busy(self) -> int:
         """Number of threads that are in use."""
-        return self.size - self._free
+        return self._threads.in_use
 
     def close(self) -> None:
         """Wait for running calls and end the threads."""
         self._executor.shutdown()
 
-    async def _acquire_thread(self, peer: str) -> None:
-        if self._free:
-            self._free -= 1
-            return
-        acquired = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(peer, deque()).append(acquired)
-        try:
-            await acquired
-        except asyncio.CancelledError:
-            # If the future has a result, the task got a thread, but was cancelled in the same
-            # iteration of the event loop.
-            if not acquired.cancelled():
-                self._release_thread()
-            raise
-
-    def _release_thread(self) -> None:
-        """Give a thread that is no longer in use to the next waiting call, or count it as free."""
-        while self._waiting:
-            peer = next(iter(self._waiting))
-            queue = self._waiting.pop(peer)
-            acquired = queue.popleft()
-            if queue:
-                self._waiting[peer] = queue  # behind the other connections
-            if not acquired.cancelled():
-                acquired.set_result(None)
-                return
-        self._free += 1
-
     def _release_callback(self, loop: asyncio.AbstractEventLoop) -> Callable[[Future[Any]], None]:
         def release(_: Future[Any]) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed, so no call waits
-                loop.call_soon_threadsafe(self._release_thread)
+                loop.call_soon_threadsafe(self._threads.release)
 
         return release
 

@@ -1,8 +1,7 @@
 """Resources that all models of a server share: threads, decode memory, limits per client."""
 
-import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
@@ -13,7 +12,7 @@ from ...model.image_limits import ImageError
 from ..config import ServeConfig
 from ..errors import QueueFullError, RateLimitError
 from ..monitoring.telemetry import Telemetry
-from .scheduling import FairThreadPool
+from .scheduling import FairSemaphore, FairThreadPool
 
 # Maximum number of open gRPC calls per admission slot. This limits the responses that are held in
 # memory for slow clients.
@@ -175,8 +174,7 @@ class DecodeMemory:
     A quarter of the budget is set aside: an equal part, `small` bytes, for each thread. Images that
     need at most `small` bytes use their thread's part and never wait for memory. Larger images
     reserve memory from the remaining three quarters and wait if too little is free. Connections get
-    memory in round-robin order. If the next image in this order does not fit, the images behind it
-    wait too, so large images are not delayed forever.
+    memory in round-robin order; see `FairSemaphore`.
 
     Call the methods from one event loop only.
     """
@@ -188,10 +186,12 @@ class DecodeMemory:
         self.small = limit // (_PARTS_OF_BUDGET * threads)
         # Most memory in bytes that one image can reserve.
         self.largest = limit - threads * self.small
-        # Reserved bytes.
-        self.reserved = 0
-        # Waiting reservations by connection, in round-robin order.
-        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}
+        self._bytes = FairSemaphore(self.largest)
+
+    @property
+    def reserved(self) -> int:
+        """Number of reserved bytes."""
+        return self._bytes.in_use
 
     @asynccontextmanager
     async def reserve(self, peer: str, size: int) -> AsyncIterator[None]:
@@ -210,11 +210,11 @@ class DecodeMemory:
                 f"{self.largest >> 20} MiB per image; send a smaller image, or raise the server's "
                 f"decode_memory_mb ({self.limit >> 20})"
             )
-        await self._acquire(peer, size)
+        await self._bytes.acquire(peer, size)
         try:
             yield
         finally:
-            self._release(size)
+            self._bytes.release(size)
 
     def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
         """Reserve memory within the `with` block, for an image that a `FairThreadPool` processes.
@@ -223,43 +223,6 @@ class DecodeMemory:
         aside for each thread. The arguments and errors are the same as in `reserve`.
         """
         return self.reserve(peer, size) if size > self.small else nullcontext()
-
-    async def _acquire(self, peer: str, size: int) -> None:
-        if not self._waiting and self.reserved + size <= self.largest:
-            self.reserved += size
-            return
-        acquired = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(peer, deque()).append((size, acquired))
-        try:
-            await acquired
-        except asyncio.CancelledError:
-            if acquired.cancelled():
-                self._admit()  # reservations behind this one may need less memory
-            else:  # the task got the memory, but was cancelled in the same event loop iteration
-                self._release(size)
-            raise
-
-    def _release(self, size: int) -> None:
-        self.reserved -= size
-        self._admit()
-
-    def _admit(self) -> None:
-        """Give memory to waiting images until too little is free for the next one."""
-        while self._waiting:
-            peer = next(iter(self._waiting))
-            size, acquired = self._waiting[peer][0]
-            is_cancelled = acquired.cancelled()
-            if not is_cancelled and self.reserved + size > self.largest:
-                return
-            queue = self._waiting.pop(peer)
-            queue.popleft()
-            if queue and is_cancelled:
-                self._waiting = {peer: queue, **self._waiting}
-            elif queue:
-                self._waiting[peer] = queue  # behind the other connections
-            if not is_cancelled:
-                self.reserved += size
-                acquired.set_result(None)
 
 
 def decode_memory_limit(config: ServeConfig) -> int:
