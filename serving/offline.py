@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -237,8 +237,9 @@ def run_in_batches(
     Yields:
         The detections or the error of each image, in order.
     """
-    with _Pipeline(steps) as pipeline:
-        queue = _BatchQueue(pipeline, max_batch)
+    threads = ThreadPoolExecutor(steps.concurrency, thread_name_prefix="batch")
+    try:
+        queue = _BatchQueue(threads, StepChain(steps), max_batch)
         for entry in entries:
             queue.put(entry)
             while queue.is_due:
@@ -246,6 +247,9 @@ def run_in_batches(
         queue.flush()
         while queue:
             yield queue.get()
+    finally:
+        threads.shutdown(cancel_futures=True)
+        steps.synchronize()
 
 
 def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchSteps:
@@ -272,26 +276,6 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
     return HostSteps(backend, manifest, threads=threads)
 
 
-class _Pipeline:
-    """Pool of threads that process batches. Each thread processes one batch at a time."""
-
-    def __init__(self, steps: BatchSteps) -> None:
-        self._steps = steps
-        self._compute = StepChain(steps)
-        self._threads = ThreadPoolExecutor(steps.concurrency, thread_name_prefix="batch")
-
-    def __enter__(self) -> "_Pipeline":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        self._steps.synchronize()
-
-    def submit(self, requests: Sequence[ImageRequest]) -> Future[list[Outcome]]:
-        """Start a batch of one input size. Return a future of the outcomes, one per request."""
-        return self._threads.submit(self._compute, requests)
-
-
 @dataclass(eq=False)
 class _PendingBatch:
     """Batch of requests of one input size. `outcomes` is None until the batch starts."""
@@ -308,10 +292,14 @@ class _BatchRow(NamedTuple):
 
 
 class _BatchQueue:
-    """FIFO queue of images that groups them into batches by input size."""
+    """FIFO queue of images that groups them into batches by input size.
 
-    def __init__(self, pipeline: _Pipeline, max_batch: int) -> None:
-        self._pipeline = pipeline
+    The steps of a batch run in one of `threads`.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor, steps: StepChain, max_batch: int) -> None:
+        self._threads = threads
+        self._steps = steps
         self._max_batch = max_batch
         self._queue: deque[_BatchRow | ImageError] = deque()
         # Batches that are not full yet.
@@ -369,5 +357,5 @@ class _BatchQueue:
 
     def _start(self, bucket: ShapeBucket) -> None:
         batch = self._open.pop(bucket)
-        batch.outcomes = self._pipeline.submit(batch.requests)
+        batch.outcomes = self._threads.submit(self._steps, batch.requests)
         batch.requests = []  # frees the encoded images as soon as the steps have read them
