@@ -262,11 +262,19 @@ class FairThreadPool:
             peer: gRPC peer of the request; it identifies the client's connection.
             work: Function to call.
             arguments: Arguments of the function.
+
+        Raises:
+            RuntimeError: a new thread is needed, but cannot be started. Errors of the function are
+                raised too.
         """
         start = time.perf_counter()
         await self._threads.acquire(peer)
         waited_s = time.perf_counter() - start
-        running = self._executor.submit(timed, work, *arguments)
+        try:
+            running = self._executor.submit(timed, work, *arguments)
+        except RuntimeError:  # the system does not allow another thread
+            self._threads.release()
+            raise
         # The thread is busy until the call ends, even if the caller is cancelled.
         running.add_done_callback(self._release_callback(asyncio.get_running_loop()))
         result: TimedResult[Value] = await asyncio.wrap_future(running)

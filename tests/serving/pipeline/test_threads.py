@@ -65,6 +65,20 @@ async def test_cancelled_calls_do_not_start_or_keep_their_thread_until_they_end(
     assert done == ["waiting"]
 
 
+async def test_a_thread_that_cannot_be_started_is_not_lost(
+    threads: FairThreadPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            await threads.run("a", int, "7")
+    async with asyncio.timeout(60):
+        assert (await threads.run("a", int, "8")).value == 8
+
+
 async def test_slow_images_of_one_connection_do_not_block_another(
     bundle: Path, picture: Callable[..., bytes]
 ) -> None:
