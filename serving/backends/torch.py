@@ -76,7 +76,10 @@ class TorchBackend:
                 bucket: GraphedProgram(program, bucket, self._dtypes[bucket], max_batch, pool)
                 for bucket, program in self._programs.items()
             }
-            self._slots = BatchSlots(self.concurrency, device)
+            # One for each in-flight batch.
+            self._slots: queue.SimpleQueue[BatchSlot] = queue.SimpleQueue()
+            for _ in range(self.concurrency):
+                self._slots.put(BatchSlot(device))
             self._computing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._launching = threading.Lock()
 
@@ -110,13 +113,16 @@ class TorchBackend:
         inputs = torch.from_numpy(images), torch.from_numpy(image_sizes)
         if self.device == "cpu":
             return ModelOutputs(*(x.numpy() for x in self.infer_on_device(bucket, *inputs)))
-        with self._slots.take() as slot:
+        slot = self._slots.get()
+        try:
             slot.copy_in(*inputs)
             with self._launching, torch.cuda.stream(self._computing):
                 slot.await_inputs()
                 outputs = self.infer_on_device(bucket, *slot.inputs)
                 slot.keep(outputs)
             return ModelOutputs(*slot.copy_out())
+        finally:
+            self._slots.put(slot)
 
     def infer_on_device(
         self, bucket: ShapeBucket, images: Tensor, image_sizes: Tensor
@@ -321,21 +327,3 @@ class BatchSlot:
             self._stored.record()
         wait_until(self._stored.query)
         return [host.numpy() for host in hosts]
-
-
-class BatchSlots:
-    """Pool of `count` slots. A slot holds the GPU tensors of one in-flight batch."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._free: queue.SimpleQueue[BatchSlot] = queue.SimpleQueue()
-        for _ in range(count):
-            self._free.put(BatchSlot(device))
-
-    @contextlib.contextmanager
-    def take(self) -> Iterator[BatchSlot]:
-        """Context manager: wait for a free slot, yield it, and release it after the block."""
-        slot = self._free.get()
-        try:
-            yield slot
-        finally:
-            self._free.put(slot)
