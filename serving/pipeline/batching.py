@@ -16,7 +16,7 @@ from ..detections import DEFAULT_SCHEDULING, SchedulingOptions
 from ..engines.worker_process import WorkerProcess
 from ..errors import BackendDownError, BackendError, ServingError
 from ..host import name_thread
-from .scheduling import BatchPolicy, Schedule, Ticket
+from .scheduling import BatchPolicy, Schedule, Ticket, time_limit
 
 _log = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ class Batcher(Generic[Item, Result]):
             try:
                 process = self._workers[index].process.successor()
                 self._workers[index] = worker = _WorkerState(process, is_up=False)
-                async with asyncio.timeout(START_TIMEOUT_S):
+                async with time_limit(START_TIMEOUT_S, _start_timeout_error):
                     await loop.run_in_executor(self._threads, self._load, process)
             except Exception as error:
                 is_known = isinstance(error, BundleError | ServingError)
@@ -316,6 +316,13 @@ def _fail(batch: _Batch[Item, Result], error: Exception) -> None:
     for ticket in batch:
         if not ticket.item.result.done():
             ticket.item.result.set_exception(error)
+
+
+def _start_timeout_error() -> BackendError:
+    return BackendError(
+        f"the model is not ready after {START_TIMEOUT_S:g} s; check that the bundle's disk and "
+        "`nvidia-smi` respond"
+    )
 
 
 def _down_error() -> BackendDownError:

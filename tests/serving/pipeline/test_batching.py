@@ -136,7 +136,7 @@ async def test_a_single_image_starts_after_the_delay(
 
 @pytest.mark.slow
 async def test_a_restart_that_hangs_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(batching, "START_TIMEOUT_S", 10.0)
     starts = tmp_path / "starts"
@@ -152,6 +152,8 @@ async def test_a_restart_that_hangs_is_repeated(
         assert (await batcher.infer(Action(os.getpid))).value
     batcher.close()
     assert starts.stat().st_size >= 3
+    assert "next attempt in 1 s: the model is not ready after" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 async def test_workers_whose_backends_take_other_items_are_rejected(
