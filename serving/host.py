@@ -52,7 +52,7 @@ def gpu_names() -> tuple[str, ...]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(query, capture_output=True, check=True, text=True, timeout=30)
-    except (FileNotFoundError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):  # some images contain an empty nvidia-smi
         return ()
     names = (line.rsplit(", ", 1) for line in result.stdout.splitlines())
     return tuple(f"{name} (driver {driver})" for name, driver in names)

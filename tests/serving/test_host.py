@@ -19,10 +19,11 @@ from maskrcnn_trt.serving.host import (
     ("program", "names"),
     [
         (
-            "echo 'NVIDIA H100, 80GB, 580.1'; echo 'NVIDIA L4, 550.2'",
+            "#!/bin/sh\necho 'NVIDIA H100, 80GB, 580.1'; echo 'NVIDIA L4, 550.2'\n",
             ("NVIDIA H100, 80GB (driver 580.1)", "NVIDIA L4 (driver 550.2)"),
         ),
-        ("echo 'no devices were found'; exit 6", ()),
+        ("#!/bin/sh\necho 'no devices were found'; exit 6\n", ()),
+        ("", ()),
         (None, ()),
     ],
 )
@@ -34,7 +35,7 @@ def test_gpu_names_come_from_nvidia_smi(
 ) -> None:
     if program is not None:
         path = tmp_path / "nvidia-smi"
-        path.write_text(f"#!/bin/sh\n{program}\n")
+        path.write_text(program)
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}")
     assert gpu_names() == names
