@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from ..model.bundle.manifest import Manifest, Precision, read_manifest
 from ..model.bundle.spec import MAX_PIXELS, ShapeBucket
@@ -20,9 +20,6 @@ from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections
 from .engines.base import BatchEntry, BatchSteps, ImageRequest, Outcome, StepChain
 from .engines.host_steps import HostSteps, plan_image
 from .errors import BackendError, image_error_from_os_error
-
-# CPU cores that this process may use.
-CORES: Final = len(os.sched_getaffinity(0))
 
 # Maximum read-ahead in batches. If more images than fit into this many batches are queued,
 # `run_in_batches` waits for the oldest one. The limit exceeds the number of batches in flight on a
@@ -119,13 +116,8 @@ class Detector:
             BundleError: The model's outputs contradict the bundle's manifest.
         """
         self._check_open()
-        image = plan_image(
-            data,
-            self.manifest.preprocessing,
-            self._backend.buckets,
-            max_pixels=max_pixels,
-            apply_orientation=True,
-        )
+        preprocessing, buckets = self.manifest.preprocessing, self._backend.buckets
+        image = plan_image(data, preprocessing, buckets, max_pixels=max_pixels)
         return self._steps.detect(ImageRequest(image, options))
 
     def detect_many(
@@ -170,15 +162,13 @@ def detect_many(
     options: DetectionOptions = DEFAULT_OPTIONS,
     *,
     max_batch: int = 8,
-    max_pixels: int = MAX_PIXELS,
     apply_orientation: bool = True,
-    threads: int = CORES,
 ) -> Generator[Outcome, None, None]:
     """Detect objects in encoded images, with bounded read-ahead.
 
     Decoding, inference and mask encoding of different batches overlap. With a `DeviceBackend`, all
     three run on the backend's device. With other backends, decoding and encoding run in CPU
-    threads.
+    threads, and each CPU core may decode one batch and encode another.
 
     Args:
         images: Contents of JPEG, PNG or WebP files, or their paths. The thread that consumes the
@@ -187,10 +177,7 @@ def detect_many(
         manifest: Manifest of the bundle that the backend was loaded from.
         options: Options that select the detections to keep and the format of their masks.
         max_batch: Maximum number of images in a batch.
-        max_pixels: Maximum number of pixels of an image. Larger images are rejected.
         apply_orientation: Apply the rotation in the images' EXIF data.
-        threads: Maximum number of batches whose images are decoded concurrently. The same limit
-            applies separately to batches whose masks are encoded.
 
     Returns:
         Generator of the detections or the error of each image, in input order. Closing the
@@ -203,14 +190,13 @@ def detect_many(
                 _read_source(source),
                 manifest.preprocessing,
                 backend.buckets,
-                max_pixels=max_pixels,
                 apply_orientation=apply_orientation,
             )
         except ImageError as error:
             return error
         return ImageRequest(image, options)
 
-    steps = batch_steps(backend, manifest, threads=threads)
+    steps = batch_steps(backend, manifest, threads=len(os.sched_getaffinity(0)))
     return run_in_batches(map(plan, images), steps, max_batch)
 
 

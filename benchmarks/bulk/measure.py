@@ -13,13 +13,13 @@ from statistics import median
 from typing import Any
 
 from ...model.bundle.manifest import Manifest, Precision, read_manifest
-from ...model.bundle.spec import MAX_PIXELS, ShapeBucket
+from ...model.bundle.spec import ShapeBucket
 from ...model.image_limits import ImageError
 from ...serving.backends.base import Backend
 from ...serving.backends.loading import load_backend, served_precision
 from ...serving.config import BackendName
 from ...serving.detections import DEFAULT_OPTIONS
-from ...serving.engines.base import MODEL_STEP, ImageRequest, Outcome, PlannedImage, Step
+from ...serving.engines.base import MODEL_STEP, ImageRequest, Outcome, Step
 from ...serving.engines.host_steps import plan_image
 from ...serving.offline import batch_steps, detect_many
 from ..common.images import photo_like_jpegs
@@ -121,17 +121,10 @@ def _fitting_images(
     fitting = []
     for data in images:
         with contextlib.suppress(ImageError):
-            _planned(data, backend, manifest)
+            plan_image(data, manifest.preprocessing, backend.buckets)
             fitting.append(data)
     # If none fits, return all, so that the measurement raises the first image's error.
     return fitting or images
-
-
-def _planned(data: bytes, backend: Backend, manifest: Manifest) -> PlannedImage:
-    buckets = backend.buckets
-    return plan_image(
-        data, manifest.preprocessing, buckets, max_pixels=MAX_PIXELS, apply_orientation=True
-    )
 
 
 def _request_batch(
@@ -144,7 +137,7 @@ def _request_batch(
     """
     by_bucket: dict[ShapeBucket, list[ImageRequest]] = defaultdict(list)
     for data in images:
-        image = _planned(data, backend, manifest)
+        image = plan_image(data, manifest.preprocessing, backend.buckets)
         by_bucket[image.bucket].append(ImageRequest(image, DEFAULT_OPTIONS))
     requests = max(by_bucket.values(), key=len)
     return list(itertools.islice(itertools.cycle(requests), batch))

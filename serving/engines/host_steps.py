@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...model.bundle.manifest import Manifest, Preprocessing
-from ...model.bundle.spec import ShapeBucket
+from ...model.bundle.spec import MAX_PIXELS, ShapeBucket
 from ...model.image_decoding import ImageHeader, decode_image, decoding_memory, is_jpeg, read_header
 from ...model.image_limits import ImageError, check_size
 from ...model.resizing import Pixels, pixel_dtype, resize_image, resized_size, smallest_bucket
@@ -40,8 +40,8 @@ def plan_image(
     preprocessing: Preprocessing,
     buckets: Sequence[ShapeBucket],
     *,
-    max_pixels: int,
-    apply_orientation: bool,
+    max_pixels: int = MAX_PIXELS,
+    apply_orientation: bool = True,
 ) -> PlannedImage:
     """Read an image's header, and choose the image's size after resizing and its input size.
 
@@ -98,23 +98,13 @@ def write_pixels(image: PlannedImage, row: Pixels) -> None:
     row[:, :height, :width] = resized_pixels(image).transpose(2, 0, 1)
 
 
-def prepare_image(
-    source: SourceImage,
-    preprocessing: Preprocessing,
-    buckets: Sequence[ShapeBucket],
-    max_pixels: int,
-) -> ModelInput:
-    """Decode, rotate (EXIF) and resize an image. Pad it to the smallest of `buckets` that holds it.
-
-    Arguments: see `plan_image`.
+def prepare_image(image: PlannedImage) -> ModelInput:
+    """Decode and resize a planned image, and pad it to its input size.
 
     Raises:
-        ImageError: invalid image.
+        ImageError: the image is damaged.
     """
-    image = plan_image(
-        source, preprocessing, buckets, max_pixels=max_pixels, apply_orientation=True
-    )
-    pixels = np.zeros((3, *image.bucket), pixel_dtype(preprocessing.resize))
+    pixels = np.zeros((3, *image.bucket), pixel_dtype(image.resize))
     write_pixels(image, pixels)
     return ModelInput(pixels, image.bucket, image.size, image.source_size)
 
@@ -181,11 +171,9 @@ class HostProcessor:
             ImageError: invalid image.
         """
         preprocessing, buckets = self.manifest.preprocessing, self.engine.buckets
+        image = plan_image(source, preprocessing, buckets, max_pixels=self.max_pixels)
         if not self.engine.is_end_to_end:
-            return prepare_image(source, preprocessing, buckets, self.max_pixels)
-        image = plan_image(
-            source, preprocessing, buckets, max_pixels=self.max_pixels, apply_orientation=True
-        )
+            return prepare_image(image)
         return DeviceRequest(ImageRequest(image, self.options), self.encoder)
 
     def respond(self, result: EngineResult, item: EngineItem) -> TimedResponse[Any]:

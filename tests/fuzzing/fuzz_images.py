@@ -35,11 +35,9 @@ def check_image(data: bytes) -> None:
     rejection = None
     try:
         header = read_header(data, max_pixels=_MAX_PIXELS)
-        planned = plan_image(
-            data, _PREPROCESSING, _BUCKETS, max_pixels=_MAX_PIXELS, apply_orientation=True
-        )
+        planned = plan_image(data, _PREPROCESSING, _BUCKETS, max_pixels=_MAX_PIXELS)
         pixels = decode_image(data, max_pixels=_MAX_PIXELS)
-        prepared = prepare_image(data, _PREPROCESSING, _BUCKETS, _MAX_PIXELS)
+        prepared = prepare_image(planned)
     except ImageError as error:
         rejection = str(error)
     if rejection is not None:

@@ -18,7 +18,7 @@ from maskrcnn_trt.model.losses import LOSS_NAMES
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 from maskrcnn_trt.model.resizing import resized_size
 from maskrcnn_trt.model.targets import Targets
-from maskrcnn_trt.serving.engines.host_steps import prepare_image
+from maskrcnn_trt.serving.engines.host_steps import plan_image, prepare_image
 
 CLASSES = 5
 SIZES = ((96, 128), (128, 96), (64, 160))
@@ -131,7 +131,7 @@ def test_whole_images_equal_torchvision() -> None:
         size = resized_size(height, width, 96, 160, "torchvision")
         # Padded as torchvision does. Larger padding changes features near the edges.
         bucket = ShapeBucket(*(math.ceil(side / 32) * 32 for side in size))
-        prepared = prepare_image(image, preprocessing, [bucket], 10**6)
+        prepared = prepare_image(plan_image(image, preprocessing, [bucket]))
         found = ours(torch.from_numpy(prepared.pixels[None]), torch.tensor([prepared.size]))
         count = int(found.num_detections)
         boxes = found.boxes[0, :count] * torch.tensor([width / size[1], height / size[0]] * 2)

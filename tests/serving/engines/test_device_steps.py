@@ -1,7 +1,6 @@
 """Steps on the backend's device, a GPU if there is one, compared with the steps on the CPU."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -56,8 +55,8 @@ def planned(
     manifest: Manifest,
     options: DetectionOptions,
 ) -> list[ImageRequest]:
-    plan = partial(plan_image, max_pixels=10**6, apply_orientation=True)
-    return [ImageRequest(plan(i, manifest.preprocessing, backend.buckets), options) for i in images]
+    preprocessing, buckets = manifest.preprocessing, backend.buckets
+    return [ImageRequest(plan_image(i, preprocessing, buckets), options) for i in images]
 
 
 def both_ways(

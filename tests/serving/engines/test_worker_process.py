@@ -16,7 +16,7 @@ from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
 from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
-from maskrcnn_trt.serving.engines.host_steps import prepare_image
+from maskrcnn_trt.serving.engines.host_steps import plan_image, prepare_image
 from maskrcnn_trt.serving.engines.worker_process import (
     WorkerProcess,
     WorkerResources,
@@ -48,7 +48,8 @@ def test_outputs_equal_those_of_the_backend(wide_bundle: Path, picture: Encode) 
     manifest = read_manifest(wide_bundle)
     backend = load_backend(wide_bundle, manifest, "fp32")
     images = [
-        prepare_image(picture(i), manifest.preprocessing, backend.buckets, 10**6) for i in range(3)
+        prepare_image(plan_image(picture(i), manifest.preprocessing, backend.buckets))
+        for i in range(3)
     ]
     expected = backend.infer(
         images[0].bucket,

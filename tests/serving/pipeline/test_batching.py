@@ -15,7 +15,7 @@ from maskrcnn_trt.serving.backends.base import Backend, HostOutputs
 from maskrcnn_trt.serving.backends.loading import load_backend
 from maskrcnn_trt.serving.engines.base import ModelInput
 from maskrcnn_trt.serving.engines.bundle_engine import BundleLoader
-from maskrcnn_trt.serving.engines.host_steps import prepare_image
+from maskrcnn_trt.serving.engines.host_steps import plan_image, prepare_image
 from maskrcnn_trt.serving.engines.worker_process import (
     WorkerProcess,
     assign_resources,
@@ -40,7 +40,7 @@ def model_input(bundle: Path, backend: Backend, picture: Encode) -> Callable[...
     preprocessing = read_manifest(bundle).preprocessing
 
     def prepare(seed: int = 0) -> ModelInput:
-        return prepare_image(picture(seed), preprocessing, backend.buckets, 10**6)
+        return prepare_image(plan_image(picture(seed), preprocessing, backend.buckets))
 
     return prepare
 
