@@ -14,6 +14,8 @@ from in_process_server import served_in_thread
 from PIL import Image
 from shared_exports import made_once
 
+from maskrcnn_trt.serving.offline import Detector
+
 Encode = Callable[..., bytes]
 
 
@@ -58,6 +60,13 @@ def address(bundle: Path) -> Iterator[str]:
     """Address of a running server of the tiny bundle."""
     with served_in_thread(bundle, max_delay_ms=2, max_batch=4, max_message_mb=2) as address:
         yield address
+
+
+@pytest.fixture(scope="module")
+def predictor(bundle: Path) -> Iterator[Detector]:
+    """Detector that computes the detections that a server of the tiny bundle should return."""
+    with Detector(bundle) as predictor:
+        yield predictor
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Bulk detection: results do not depend on batches, threads or other images."""
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,12 +30,6 @@ def backend(bundle: Path, manifest: Manifest) -> Iterator[Backend]:
     backend = load_backend(bundle, manifest, "fp32", "onnxruntime", max_batch=4)
     yield backend
     backend.close()
-
-
-@pytest.fixture(scope="module")
-def predictor(bundle: Path) -> Iterator[Detector]:
-    with contextlib.closing(Detector(bundle)) as predictor:
-        yield predictor
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,6 @@ from maskrcnn_trt.serving.errors import BackendError, InvalidRequestError
 from maskrcnn_trt.serving.offline import Detector
 
 Encode = Callable[..., bytes]
-
-
-@pytest.fixture(scope="module")
-def predictor(bundle: Path) -> Iterator[Detector]:
-    with Detector(bundle) as predictor:
-        yield predictor
 
 
 @pytest.mark.parametrize(("height", "width"), [(120, 200), (333, 250), (50, 400)])

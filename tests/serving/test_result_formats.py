@@ -29,8 +29,10 @@ def test_image_id_is_the_stem(name: str, image_id: int | str) -> None:
     assert image_ids([Path("folder") / name]) == [image_id]
 
 
-def test_pycocotools_loads_the_results(bundle: Path, picture: Encode, tmp_path: Path) -> None:
-    detections = Detector(bundle).detect(picture())
+def test_pycocotools_loads_the_results(
+    predictor: Detector, picture: Encode, tmp_path: Path
+) -> None:
+    detections = predictor.detect(picture())
     path = tmp_path / "detections.json"
     path.write_text(json.dumps(coco_results(139, detections)))
     dataset = COCO()
@@ -47,9 +49,9 @@ def test_pycocotools_loads_the_results(bundle: Path, picture: Encode, tmp_path: 
         assert annotation["segmentation"]["size"] == [120, 200]
 
 
-def test_results_without_masks_have_no_segmentation(bundle: Path, picture: Encode) -> None:
+def test_results_without_masks_have_no_segmentation(predictor: Detector, picture: Encode) -> None:
     options = DetectionOptions(mask_format=MaskFormat.NONE)
-    records = coco_results("cat", Detector(bundle).detect(picture(), options))
+    records = coco_results("cat", predictor.detect(picture(), options))
     assert all(record["image_id"] == "cat" for record in records)
     assert not any("segmentation" in record for record in records)
 

@@ -1,5 +1,4 @@
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import grpc
@@ -224,13 +223,6 @@ def test_messages_with_any_number_of_outlines() -> None:
     response = pb.DetectResponse.FromString(encode_detections(detections))
     assert [d.WhichOneof("mask") for d in response.detections] == ["polygons"] * 3
     assert_equal(detections_from_response(response, MaskFormat.POLYGON).polygons, polygons)
-
-
-@pytest.fixture(scope="module")
-def predictor(bundle: Path) -> Iterator[Detector]:
-    predictor = Detector(bundle)
-    yield predictor
-    predictor.close()
 
 
 def test_polygons_from_a_server_equal_those_of_its_probabilities(
