@@ -1,7 +1,7 @@
 """Postprocessing on the CPU: model outputs to detections with masks or polygons."""
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 from contourpy import FillType, contour_generator
@@ -11,6 +11,7 @@ from ...model.bundle.manifest import BundleError, Manifest
 from ...model.masks import MaskPaste, Rle, rles_from_probabilities, whole_pixel_boxes
 from ..backends.base import HostOutputs
 from ..detections import DetectionOptions, Detections, MaskFormat, Outlines
+from .base import ModelInput, PlannedImage
 
 # Mask probability along which outlines are traced.
 _THRESHOLD: Final = 0.5
@@ -27,22 +28,10 @@ _Chunks = tuple[
 ]
 
 
-class ResizedImage(Protocol):
-    """Sizes of an image before and after resizing."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width in pixels after resizing, before padding."""
-
-    @property
-    def source_size(self) -> tuple[int, int]:
-        """Height and width of the source image in pixels."""
-
-
 def detections_from_outputs(
     outputs: HostOutputs,
     row: int,
-    image: ResizedImage,
+    image: ModelInput | PlannedImage,
     manifest: Manifest,
     options: DetectionOptions,
 ) -> Detections:
@@ -51,7 +40,7 @@ def detections_from_outputs(
     Args:
         outputs: Outputs of the batch.
         row: Index of the image in the batch.
-        image: Sizes of the image in that row.
+        image: The image in that row. Only its sizes are used.
         manifest: Manifest of the model's bundle.
         options: Options that select the detections to keep and their mask format.
 
@@ -135,7 +124,9 @@ def detections_from_rows(
     )
 
 
-def _source_boxes(boxes: NDArray[np.float32], image: ResizedImage) -> NDArray[np.float32]:
+def _source_boxes(
+    boxes: NDArray[np.float32], image: ModelInput | PlannedImage
+) -> NDArray[np.float32]:
     """Scale boxes [N, 4] xyxy from the resized to the source image. Clip them to the source image.
 
     As in torchvision, x and y are scaled by separate factors.
