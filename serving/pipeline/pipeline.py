@@ -356,16 +356,14 @@ class ModelRepository:
             model: The new model. Its names are NAME and one `NAME-PRECISION` per precision.
         """
         models = (model if own is reloaded else own.model for own in self.pipelines)
-        try:
-            self._check_names([name for own in models for name in own.names])
-        except ServingError as error:
-            raise ReloadError(str(error)) from None
+        self._check_names([name for own in models for name in own.names], ReloadError)
 
     @staticmethod
-    def _check_names(names: Sequence[str]) -> None:
+    def _check_names(names: Sequence[str], kind: type[ServingError] = ServingError) -> None:
+        """Raise an error of type `kind` if two models share a name."""
         for name in names:
             if names.count(name) > 1:
-                raise ServingError(
+                raise kind(
                     f"two models have the name {name!r}; give each model its own name, as in "
                     "`maskrcnn serve street=BUNDLE indoor=OTHER_BUNDLE`"
                 )
