@@ -13,7 +13,6 @@ from .options import (
     CREDENTIAL_OPTIONS,
     REPORT_OPTIONS,
     SOURCE,
-    TLS_OPTIONS,
     checked_address,
     credentials_from_options,
     files_and_folder,
@@ -109,11 +108,12 @@ def client(
     show_default=True,
     help="Time limit in seconds.",
 )
-@options_of(*TLS_OPTIONS)
+@options_of(*CREDENTIAL_OPTIONS)
 def health(host: str, service: str, timeout_s: float, **security: Any) -> None:
     """Exit with 0 if the server at HOST can process requests, and with 1 otherwise.
 
-    HOST is localhost:8500 by default.
+    HOST is localhost:8500 by default. The server itself needs no token for this check, but a proxy
+    in front of it may need one.
     """
     import grpc
     from grpc_health.v1 import health_pb2 as pb
@@ -131,7 +131,8 @@ def health(host: str, service: str, timeout_s: float, **security: Any) -> None:
     ) as channel:
         request = pb.HealthCheckRequest(service=service)
         try:
-            response = HealthStub(channel).Check(request, timeout=timeout_s)
+            check = HealthStub(channel).Check
+            response = check(request, timeout=timeout_s, metadata=credentials.metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, host, timeout_s, SERVICE_NAME) from error
     state = pb.HealthCheckResponse.ServingStatus.Name(response.status)

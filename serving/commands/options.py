@@ -41,7 +41,7 @@ REPORT_OPTIONS = (
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
-TLS_OPTIONS = (
+CREDENTIAL_OPTIONS = (
     click.option(
         "--tls/--no-tls", default=None,
         help="Use TLS. The options below imply --tls. With --no-tls, the token is sent in plain "
@@ -53,9 +53,6 @@ TLS_OPTIONS = (
     ),
     click.option("--certificate", type=_FILE, help="PEM of the client certificate."),
     click.option("--key", type=_FILE, help="PEM of the private key of --certificate."),
-)  # fmt: skip
-CREDENTIAL_OPTIONS = (
-    *TLS_OPTIONS,
     click.option(
         "--token-file", type=_FILE,
         help="File with the bearer token for the server; # begins a comment.",
@@ -126,7 +123,7 @@ def credentials_from_options(
     root_certificate: Path | None,
     certificate: Path | None,
     key: Path | None,
-    token_file: Path | None = None,
+    token_file: Path | None,
 ) -> "Credentials":
     """Return the credentials that the command's options describe.
 

@@ -1,9 +1,14 @@
-"""Command `health` for a served and an unloaded model, with and without TLS."""
+"""Command `health` for a served and an unloaded model, with and without TLS and tokens."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
 import trustme
 from click.testing import CliRunner
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
 from in_process_server import served_in_thread
 from triton_requests import MODEL
 from tritonclient.grpc import InferenceServerClient
@@ -49,3 +54,28 @@ def test_certificate_is_verified(bundle: Path, tmp_path: Path) -> None:
             code, output = result_of(address, *options)
             assert code == 1
             assert address in output
+
+
+class GuardedHealth(HealthServicer):  # type: ignore[misc]  # untyped package
+    """Health service behind a proxy that requires the token `s3cret`."""
+
+    def Check(self, _: object, context: Any) -> pb.HealthCheckResponse:  # noqa: N802
+        if dict(context.invocation_metadata()).get("authorization") != "Bearer s3cret":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid token")
+        return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVING)
+
+
+def test_token_is_sent(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    server = grpc.server(ThreadPoolExecutor(1))
+    add_HealthServicer_to_server(GuardedHealth(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        code, output = result_of(address)
+        assert code == 1
+        assert "--token-file" in output
+        assert result_of(address, "--token-file", token, "--no-tls") == (0, "SERVING\n")
+    finally:
+        server.stop(None).wait()
