@@ -138,7 +138,7 @@ def health(host: str, service: str, timeout_s: float, **security: Any) -> None:
     state = pb.HealthCheckResponse.ServingStatus.Name(response.status)
     if response.status != pb.HealthCheckResponse.SERVING:
         raise ServingError(
-            f"the server at {host} reports {state}, because it is loading its model, has unloaded "
-            "its model, or is stopping; check again later"
+            f"the server at {host} reports {state}, because its model is loading or unloaded, no "
+            "worker process is up, or it is stopping; check again later"
         )
     click.echo(state)

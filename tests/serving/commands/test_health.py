@@ -33,6 +33,7 @@ def test_served_model_is_healthy_and_an_unloaded_one_is_not(bundle: Path) -> Non
         code, output = result_of(address)
         assert code == 1
         assert "NOT_SERVING" in output
+        assert "unloaded, no worker process is up," in output
         assert result_of(address, "--service", "liveness") == (0, "SERVING\n")
     code, output = result_of(address)
     assert code == 1
