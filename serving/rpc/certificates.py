@@ -35,6 +35,8 @@ _VALIDITY = re.compile(
     rb"\x30[\x1e-\x22](?:\x17\x0d|\x18\x0f)(\d{12,14})Z(?:\x17\x0d|\x18\x0f)(\d{12,14})Z"
 )
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.DOTALL)
+# Labels of certificates that OpenSSL reads, but gRPC does not.
+_OTHER_LABEL = re.compile(rb"-----BEGIN ((?:X509|TRUSTED) CERTIFICATE)-----")
 
 
 class _Loaded(NamedTuple):
@@ -179,7 +181,7 @@ def _load_context(
     context.set_alpn_protocols(["http/1.1"])
     try:
         context.load_cert_chain(certificate, key, password=_reject_encrypted_key)
-        _check_key_algorithm(certificate, pem)
+        _check_grpc_support(certificate, pem)
     except (OSError, ValueError) as error:  # from OpenSSL, or a file was replaced since _read
         reason = getattr(error, "reason", None) or error
         raise ServingError(
@@ -219,10 +221,14 @@ def _time(text: str) -> datetime:
     return datetime.strptime(text, pattern).replace(tzinfo=UTC)
 
 
-def _check_key_algorithm(certificate: Path, pem: bytes) -> None:
-    """Raise ServingError if gRPC clients do not support the certificate's key algorithm."""
-    first = pem.partition(b"CERTIFICATE-----")[2].partition(b"-----END")[0]
-    content = base64.b64decode(first)
+def _check_grpc_support(certificate: Path, pem: bytes) -> None:
+    """Raise ServingError if gRPC does not support the certificate's label or key algorithm."""
+    if other := _OTHER_LABEL.search(pem):
+        raise ServingError(
+            f"gRPC does not read the {other[1].decode()} in {certificate}; convert it to a "
+            "CERTIFICATE with `openssl x509`"
+        )
+    content = base64.b64decode(_PEM.findall(pem)[0])
     if not any(algorithm in content for algorithm in _KEY_ALGORITHMS):
         raise ServingError(
             f"the key algorithm of {certificate} is not supported by gRPC clients; "

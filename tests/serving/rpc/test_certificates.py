@@ -260,6 +260,7 @@ def test_an_expired_certificate_is_used_only_with_a_warning(
         ("tls_client_ca", None, "tls_client_ca .*faulty: No such file"),
         ("tls_certificate", "no PEM", "faulty .*PEM"),
         ("tls_key", "no PEM", "faulty .*PEM"),
+        ("tls_certificate", "other label", "TRUSTED CERTIFICATE in .*faulty; .*openssl x509"),
         ("tls_key", "of another", "KEY_VALUES_MISMATCH"),
         ("tls_key", "encrypted", "tls_key is encrypted; .*openssl pkey"),
         ("tls_client_ca", "no PEM", "faulty contains no certificate"),
@@ -277,6 +278,9 @@ def test_invalid_files_raise(
     path = tmp_path / "faulty"
     if content == "of another":
         path = write_identity(authority, "other", tmp_path)[1]
+    elif content == "other label":
+        pem = identity["tls_certificate"].read_text()
+        path.write_text(pem.replace("CERTIFICATE", "TRUSTED CERTIFICATE"))
     elif content == "encrypted":
         path.write_bytes(encrypted(identity["tls_key"].read_bytes()))
     elif content is not None:
