@@ -297,6 +297,11 @@ def _unreachable_message(address: str, details: str) -> str:
             f"the server at {address} closed the connection; it stopped, or requires TLS (--tls) "
             "or a client certificate (--certificate)"
         )
+    if "Failed parsing HTTP/2" in details:
+        return (
+            f"the server at {address} does not speak gRPC ({details}); give the port of gRPC, not "
+            "that of HTTP or of the metrics"
+        )
     if "ping timeout" in details:
         return (
             f"the server at {address} stopped responding ({details}); its machine or the network "

@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,15 @@ async def test_async_client_accepts_async_images(tmp_path: Path) -> None:
             with pytest.raises(FileNotFoundError):
                 await stream(detector)
             assert indices == [0, 1, 2]
+
+
+@both_clients
+def test_other_protocols_are_reported(detect: Callable[..., Detections]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        with pytest.raises(UnreachableError, match=r"does not speak gRPC .*port of gRPC"):
+            detect(f"127.0.0.1:{server.server_port}", retries=0)
+        server.shutdown()
 
 
 @both_clients
