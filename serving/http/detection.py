@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_json
@@ -18,12 +18,13 @@ from ..detections import Detections, TimedResponse, Timing
 from ..errors import InvalidRequestError
 from ..grpc_status import abort_on_error
 from ..host import in_daemon_thread
-from ..pipeline.pipeline import ModelRepository
 from ..result_formats import BYTES_PER_PIXEL, annotated_png, json_from_detections
 from ..rpc.services import DetectorService
 from .endpoint import Endpoint, HttpCall, JsonResponse, Transport, value_from_message
 
-_SERVICE: Final = "/maskrcnn.v1.Detector/"
+# gRPC methods whose rules for access and limits apply to the routes.
+_DETECT: Final = "/maskrcnn.v1.Detector/Detect"
+_GET_MODEL: Final = "/maskrcnn.v1.Detector/GetModel"
 _MASK_FORMATS: Final = {
     "rle": pb.MASK_FORMAT_RLE,
     "polygon": pb.MASK_FORMAT_POLYGON,
@@ -61,25 +62,17 @@ class DetectQuery(BaseModel):
 class DetectionRoutes:
     """HTTP routes below `/v1`. `DetectorService` handles them, except those for sample images."""
 
-    def __init__(
-        self, service: DetectorService, models: ModelRepository, transport: Transport
-    ) -> None:
+    def __init__(self, service: DetectorService, transport: Transport) -> None:
         self._service = service
-        self._models = models
-        self._transport = transport
+        self._endpoint = partial(Endpoint, transport)
 
     def routes(self) -> Iterator[Route]:
         """Yield the routes of detection, model description and sample images."""
-        yield self._route("POST", "/v1/detect", "Detect", self._detect)
-        yield self._route("GET", "/v1/model", "GetModel", self._model)
-        yield self._route("GET", "/v1/samples", "GetModel", self._sample_names)
-        yield self._route("GET", "/v1/samples/{name}", "GetModel", self._sample)
-
-    def _route(self, verb: str, path: str, name: str, respond: Any) -> Route:
-        endpoint = Endpoint(
-            self._transport, path, f"{_SERVICE}{name}", respond, reads_body=verb == "POST"
-        )
-        return Route(path, endpoint, methods=[verb])
+        get = partial(self._endpoint, "GET")
+        yield self._endpoint("POST", "/v1/detect", _DETECT, self._detect).route
+        yield get("/v1/model", _GET_MODEL, self._model).route
+        yield get("/v1/samples", _GET_MODEL, self._sample_names).route
+        yield get("/v1/samples/{name}", _GET_MODEL, self._sample).route
 
     async def _detect(self, call: HttpCall) -> Response:
         headers = call.request.headers
@@ -126,8 +119,7 @@ class DetectionRoutes:
         return Response(await in_daemon_thread(path.read_bytes), media_type=f"image/{kind}")
 
     def _sample_files(self, model: str) -> dict[str, Path]:
-        pipeline = self._models.find(model) if model else self._models.first
-        folder = pipeline.lifecycle.source.resolved().bundle / SAMPLES_FOLDER
+        folder = self._service.find(model).lifecycle.source.resolved().bundle / SAMPLES_FOLDER
         if not folder.is_dir():
             return {}
         root = folder.resolve()

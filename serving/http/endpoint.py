@@ -13,6 +13,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..config import ServeConfig, address_of
@@ -152,33 +153,37 @@ class Endpoint:
     def __init__(
         self,
         transport: Transport,
-        route: str,
+        verb: str,
+        path: str,
         method: str,
         respond: Callable[[HttpCall], Awaitable[Response]],
-        *,
-        reads_body: bool = False,
     ) -> None:
         """Create the endpoint.
 
         Args:
             transport: Access control, tracing and settings.
-            route: Template of the path, for the traces.
+            verb: HTTP method. The body of a POST request is read before `respond` is called.
+            path: Template of the path.
             method: Full name of the gRPC method whose rules for access and limits apply.
             respond: Function that computes the response to a request.
-            reads_body: Whether to read the body of the request before `respond` is called.
         """
         self._transport = transport
-        self._route = route
+        self._verb = verb
+        self._path = path
         self._method = method
         self._respond = respond
-        self._reads_body = reads_body
+
+    @property
+    def route(self) -> Route:
+        """Route from the path to this endpoint."""
+        return Route(self._path, self, methods=[self._verb])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request: check access, call `respond`, and send the response or the error."""
         call = HttpCall(scope, receive, send, self._transport.config.max_message_mb << 20)
         call_id = name_call(call.request.headers.get(REQUEST_ID_KEY, ""))
         try:
-            tracing = self._transport.tracer.http_request(scope["method"], self._route, call)
+            tracing = self._transport.tracer.http_request(scope["method"], self._path, call)
             with tracing as record_status:
                 response = await self._response_to(call)
                 record_status(response.status_code)
@@ -214,7 +219,7 @@ class Endpoint:
 
     async def _handle(self, call: Any) -> Response:
         self._check_origin(call)
-        if not self._reads_body:
+        if self._verb != "POST":
             return await self._respond(call)
         pending = self._transport.access.pending_messages(self._method)
         try:

@@ -18,6 +18,7 @@ from .open_inference_json import (
     ModelControlRequest,
     http_from_infer_response,
     infer_request_from_http,
+    parameter_messages,
     parse_json,
 )
 
@@ -61,10 +62,7 @@ class OpenInferenceRoutes:
         yield post(f"{models}/unload", "RepositoryModelUnload", self._unload)
 
     def _route(self, verb: str, path: str, name: str, respond: Any) -> Route:
-        endpoint = Endpoint(
-            self._transport, path, f"{_SERVICE}{name}", respond, reads_body=verb == "POST"
-        )
-        return Route(path, endpoint, methods=[verb])
+        return Endpoint(self._transport, verb, path, f"{_SERVICE}{name}", respond).route
 
     async def _server_metadata(self, call: HttpCall) -> Response:
         response = await self._service.ServerMetadata(pb.ServerMetadataRequest(), call)
@@ -167,11 +165,7 @@ def _model_of(call: HttpCall) -> tuple[str, str]:
 
 def _control(call: HttpCall) -> dict[str, pb.ModelRepositoryParameter]:
     parameters = parse_json(ModelControlRequest, call.take_body()).parameters
-    fields = {bool: "bool_param", int: "int64_param", str: "string_param"}
-    return {
-        name: pb.ModelRepositoryParameter(**{fields[type(value)]: value})
-        for name, value in parameters.items()
-    }
+    return parameter_messages(pb.ModelRepositoryParameter, parameters)
 
 
 def _readiness(value: dict[str, Any]) -> Response:

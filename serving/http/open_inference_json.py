@@ -4,8 +4,8 @@ import base64
 import binascii
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +15,8 @@ from ...protos.inference import open_inference_pb2 as pb
 from ..errors import InvalidRequestError
 from ..open_inference.input_images import split_raw
 from ..open_inference.responses import serialised_strings
+
+_Parameter = TypeVar("_Parameter", pb.InferParameter, pb.ModelRepositoryParameter)
 
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Parameters = dict[str, bool | _Int64 | float | str]
@@ -263,19 +265,20 @@ def _infer_message(
         model_name=model,
         model_version=version,
         id=request.id or "",
-        parameters=_parameter_messages(request.parameters),
+        parameters=parameter_messages(pb.InferParameter, request.parameters),
         inputs=[
             pb.ModelInferRequest.InferInputTensor(
                 name=tensor.name,
                 datatype=tensor.datatype,
                 shape=tensor.shape,
-                parameters=_parameter_messages(tensor.parameters),
+                parameters=parameter_messages(pb.InferParameter, tensor.parameters),
             )
             for tensor in request.inputs
         ],
         outputs=[
             pb.ModelInferRequest.InferRequestedOutputTensor(
-                name=output.name, parameters=_parameter_messages(output.parameters)
+                name=output.name,
+                parameters=parameter_messages(pb.InferParameter, output.parameters),
             )
             for output in request.outputs
         ],
@@ -283,12 +286,11 @@ def _infer_message(
     )
 
 
-def _parameter_messages(parameters: Parameters) -> dict[str, pb.InferParameter]:
-    messages = {}
-    for name, value in parameters.items():
-        messages[name] = message = pb.InferParameter()
-        setattr(message, _PARAMETER_FIELDS[type(value)], value)
-    return messages
+def parameter_messages(
+    kind: Callable[..., _Parameter], parameters: Mapping[str, bool | int | float | str]
+) -> dict[str, _Parameter]:
+    """Return each parameter as a message of type `kind`, by the parameter's name."""
+    return {n: kind(**{_PARAMETER_FIELDS[type(v)]: v}) for n, v in parameters.items()}
 
 
 def http_from_infer_response(

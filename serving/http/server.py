@@ -67,12 +67,12 @@ def http_app(
     Args:
         detector: gRPC service that processes requests below `/v1`.
         inference: gRPC service that processes requests below `/v2`.
-        models: Served models, used by both services.
+        models: Served models, used by `inference`.
         transport: Access control, tracing and settings.
     """
     app = Starlette(
         routes=[
-            *DetectionRoutes(detector, models, transport).routes(),
+            *DetectionRoutes(detector, transport).routes(),
             *OpenInferenceRoutes(inference, models, transport).routes(),
             _file_route("/openapi.json", JsonResponse(openapi_document())),
             *(_file_route(path, _page_file(*file)) for path, file in _PAGE_FILES.items()),

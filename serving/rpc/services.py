@@ -24,7 +24,6 @@ from ..messages import (
 )
 from ..pipeline.pipeline import InferenceRequest, ModelRepository, Pipeline
 from ..pipeline.scheduling import request_deadline
-from ..pipeline.served_model import ServedModel
 from .listener import GrpcServer
 from .streams import Admission, Streams
 
@@ -82,7 +81,7 @@ class DetectorService:
         return await abort_on_error(self._description(request), context)
 
     async def _description(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
-        model = self._model_of(request.model)
+        model = self.find(request.model).model
         buckets = model.batcher().info.buckets
         return model_response(model.manifest, buckets, model.precisions, self._config)
 
@@ -154,7 +153,7 @@ class DetectorService:
         request.ClearField("image")  # else `ByteSize` would copy it
         size = request.ByteSize() + len(source)
         recording = pipeline.telemetry.request(name, model.names, request.id, peer, size)
-        with recording as timings, self._model_of(request.model).use():
+        with recording as timings, self.find(request.model).model.use():
             pipeline.rate_limits.charge(images=1)
             options = options_from_request(request)
             scheduling = scheduling_from_request(request, peer, name)
@@ -177,12 +176,16 @@ class DetectorService:
             timings.append(response.timing)
             return response
 
+    def find(self, name: str) -> Pipeline:
+        """Return the pipeline that serves the model `name`, or the first one if `name` is empty.
+
+        Raises:
+            ModelNotFoundError: no served model has this name.
+        """
+        return self._models.find(name) if name else self._models.first
+
     def _pipeline_of(self, request: pb.DetectRequest) -> Pipeline:
         return self._models.find_or_first(request.model)
-
-    def _model_of(self, name: str) -> ServedModel:
-        """Return the served model with this name, or the first model if the name is empty."""
-        return (self._models.find(name) if name else self._models.first).model
 
 
 async def _finished(
