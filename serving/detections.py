@@ -162,6 +162,11 @@ class Detections:
 ResponseEncoder = Callable[[Detections], Any]
 
 
+def not_encoded(detections: Detections) -> Detections:
+    """Return the detections unchanged. `ResponseEncoder` of callers that encode them later."""
+    return detections
+
+
 class TimedResponse(NamedTuple, Generic[Value]):
     """Output of a `ResponseEncoder` for one image, with the timing of its processing stages."""
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from ...model.bundle.manifest import SAMPLES_FOLDER
 from ...model.image_decoding import IMAGE_SUFFIXES
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
-from ..detections import Detections, TimedResponse, Timing
+from ..detections import TimedResponse, Timing, not_encoded
 from ..errors import InvalidRequestError
 from ..grpc_status import abort_on_error
 from ..host import in_daemon_thread
@@ -88,7 +88,7 @@ class DetectionRoutes:
         if as_png:
             finish = partial(annotated_png, request.image)
             detecting = self._service.detect(
-                peer, request, _not_encoded, finish=finish, finish_memory=BYTES_PER_PIXEL
+                peer, request, not_encoded, finish=finish, finish_memory=BYTES_PER_PIXEL
             )
             del finish
         else:
@@ -180,10 +180,6 @@ def _prefers_png(accept: str) -> bool:
     kinds = [kind for kind, _, quality in parts if quality not in ("q=0", "q=0.0")]
     named = [kind for kind in kinds if kind in ("image/png", "application/json")]
     return named[:1] == ["image/png"]
-
-
-def _not_encoded(detections: Detections) -> Detections:
-    return detections
 
 
 def _with_timing(response: TimedResponse[bytes]) -> bytes:

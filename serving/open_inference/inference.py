@@ -16,6 +16,7 @@ from ..detections import (
     SchedulingOptions,
     TimedResponse,
     Timing,
+    not_encoded,
 )
 from ..engines.base import SourceImage
 from ..errors import InvalidRequestError
@@ -23,7 +24,7 @@ from ..pipeline.pipeline import InferenceRequest, Pipeline
 from ..pipeline.scheduling import request_deadline
 from ..pipeline.served_model import ServedModel
 from .input_images import ImageInput, decode_input, reject_parameters, validate_input
-from .responses import add_outputs, default_outputs, empty_response, mask_format_of, output_specs
+from .responses import add_outputs, default_outputs, mask_format_of, output_specs
 
 # Request parameters, with the fields of InferParameter that may hold them.
 _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -83,7 +84,9 @@ async def infer(
     options = _detection_options(request, mask_format_of(outputs))
     scheduling = scheduling_from_request(request, precision, peer)
     images = validate_input(request, config.images_per_request, config.max_pixels)
-    response = empty_response(request, model.version)
+    response = pb.ModelInferResponse(
+        model_name=request.model_name, model_version=model.version, id=request.id
+    )
     async with request_deadline(scheduling.timeout_s, config.timeout_s):
         async with admission or pipeline.admission.acquire(peer, images.count):
             detecting = _detect_all(pipeline, model, images, options, scheduling)
@@ -126,9 +129,7 @@ async def _detect(
     scheduling: SchedulingOptions,
 ) -> TimedResponse[Detections]:
     detecting = pipeline.detect(
-        InferenceRequest(
-            source=image, options=options, scheduling=scheduling, encoder=_not_encoded
-        ),
+        InferenceRequest(source=image, options=options, scheduling=scheduling, encoder=not_encoded),
         model,
     )
     del image
@@ -136,11 +137,6 @@ async def _detect(
         return await detecting
     except ImageError as error:
         raise ImageError(f"images[{index}]: {error}") from error
-
-
-def _not_encoded(detections: Detections) -> Detections:
-    """Return the detections unchanged. `add_outputs` encodes the detections of all images later."""
-    return detections
 
 
 def scheduling_from_request(
