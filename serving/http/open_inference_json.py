@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from ...protos.inference import open_inference_pb2 as pb
 from ..errors import InvalidRequestError
-from ..open_inference.input_images import split_raw
+from ..open_inference.input_images import DTYPES, split_raw
 from ..open_inference.responses import serialised_strings
 
 _Parameter = TypeVar("_Parameter", pb.InferParameter, pb.ModelRepositoryParameter)
@@ -24,11 +24,6 @@ Parameters = dict[str, bool | _Int64 | float | str]
 # Maximum number of values in the JSON part of a request. Parsing them takes about 50 ms.
 _MAX_VALUES: Final = 1 << 20
 _MAX_DIGITS: Final = 20
-_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
-    "UINT8": np.dtype("u1"),
-    "FP32": np.dtype("<f4"),
-    "INT64": np.dtype("<i8"),
-}
 # Parameters of the binary tensor data extension. They are removed from a request before it is
 # converted to a message, because they have no meaning in gRPC.
 _SIZE, _IS_BINARY, _ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
@@ -217,7 +212,7 @@ def _raw_from_data(tensor: InputTensor) -> bytes:
         raise InvalidRequestError(
             f"input {name!r} has values outside 0..255; send pixels that are not normalised"
         )
-    return np.array(flat, _DTYPES[tensor.datatype]).tobytes()
+    return np.array(flat, DTYPES[tensor.datatype]).tobytes()
 
 
 def _flat(data: list[Any]) -> list[Any]:
@@ -329,5 +324,5 @@ def _values_from_raw(output: pb.ModelInferResponse.InferOutputTensor, raw: bytes
     if output.datatype == "BYTES":
         strings = split_raw(output.name, raw, math.prod(output.shape))
         return [text.decode() for text in strings]
-    values: list[Any] = np.frombuffer(raw, _DTYPES[output.datatype]).tolist()
+    values: list[Any] = np.frombuffer(raw, DTYPES[output.datatype]).tolist()
     return values

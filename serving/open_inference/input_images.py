@@ -20,8 +20,12 @@ INPUT_NAME = "images"
 
 InputTensor = pb.ModelInferRequest.InferInputTensor
 
-# Size in bytes of an element in raw contents, by datatype.
-_ITEM_SIZES: Final[Mapping[str, int]] = {"UINT8": 1, "FP32": 4}
+# Type of the elements in raw contents, by datatype. BYTES has elements of different sizes.
+DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    "UINT8": np.dtype("u1"),
+    "FP32": np.dtype("<f4"),
+    "INT64": np.dtype("<i8"),
+}
 # Field of InferTensorContents that holds typed contents, by datatype.
 _FIELDS: Final[Mapping[str, str]] = {
     "BYTES": "bytes_contents",
@@ -191,7 +195,7 @@ def check_contents(tensor: InputTensor, raw: bytes | None) -> None:
                 f"{list(tensor.shape)} needs {count}"
             )
     elif tensor.datatype != "BYTES":
-        size = count * _ITEM_SIZES[tensor.datatype]
+        size = count * DTYPES[tensor.datatype].itemsize
         if len(raw) != size:
             raise InvalidRequestError(
                 f"input {tensor.name!r} has {len(raw)} bytes; shape {list(tensor.shape)} of "
@@ -211,7 +215,7 @@ def pixels_from_tensor(tensor: InputTensor, raw: bytes | None) -> NDArray[np.uin
     """
     if raw is not None and tensor.datatype == "UINT8":
         return np.frombuffer(raw, np.uint8).reshape(tensor.shape)
-    values = _typed_contents(tensor) if raw is None else np.frombuffer(raw, "<f4")
+    values = _typed_contents(tensor) if raw is None else np.frombuffer(raw, DTYPES["FP32"])
     pixels = np.empty(len(values), np.uint8)
     for start in range(0, len(values), _CHUNK):
         chunk = np.asarray(values[start : start + _CHUNK], np.float32)

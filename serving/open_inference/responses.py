@@ -15,7 +15,7 @@ from ...protos.inference import open_inference_pb2 as pb
 from ..config import ServeConfig
 from ..detections import DEFAULT_SCHEDULING, PRIORITIES, Detections, MaskFormat
 from ..pipeline.served_model import ModelBatcher, ServedModel
-from .input_images import INPUT_NAME
+from .input_images import DTYPES, INPUT_NAME
 
 _PLATFORM = "maskrcnn_bundle"
 _BACKEND = "maskrcnn"
@@ -26,8 +26,6 @@ _CONFIG_TYPES: Final = {
     "FP32": pb.TYPE_FP32,
     "INT64": pb.TYPE_INT64,
 }
-_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {"FP32": np.dtype("<f4"), "INT64": np.dtype("<i8")}
-
 
 # Outputs that are sent only if the request names them.
 _BY_NAME_ONLY: Final = ("mask_probabilities", "class_names")
@@ -192,13 +190,6 @@ def _properties(model: ServedModel) -> dict[str, str]:
     return {name: json.dumps(value) for name, value in properties.items()}
 
 
-def empty_response(request: pb.ModelInferRequest, version: str) -> pb.ModelInferResponse:
-    """Return a response with the request's model name and ID and with `version`, but no outputs."""
-    return pb.ModelInferResponse(
-        model_name=request.model_name, model_version=version, id=request.id
-    )
-
-
 def add_outputs(
     response: pb.ModelInferResponse,
     detections: Sequence[Detections],
@@ -222,7 +213,7 @@ def add_outputs(
             shape = (len(rows), *dims)
             contents = serialised_strings(row + [b""] * (dims[0] - len(row)) for row in rows)
         else:
-            padded = np.zeros((len(detections), *dims), _DTYPES[datatype])
+            padded = np.zeros((len(detections), *dims), DTYPES[datatype])
             for row, own in zip(padded, detections, strict=True):
                 values = _VALUES[name](own)
                 row[: len(values)] = values
