@@ -20,7 +20,7 @@ from ..pipeline.served_model import ModelSource
 from ..pipeline.shared_resources import decode_memory_limit
 from ..rpc.certificates import server_certificate
 from ..rpc.front_end_server import front_end_count
-from ..rpc.listener import check_port
+from ..rpc.listener import listening_socket
 from ..rpc.message_reader import MESSAGES_PER_SLOT
 from ..server import detection_server
 from .doctor import CheckResult, CheckSection, State, machine_section
@@ -120,7 +120,7 @@ def _limit_results(config: ServeConfig, models: int) -> list[CheckResult]:
 
 def _port_result(name: str, host: str, port: int) -> CheckResult:
     try:
-        check_port(host, port)
+        listening_socket(host, port).close()
     except OSError as error:
         remedy = "choose an address of this machine and a free port"
         return CheckResult(

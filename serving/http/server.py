@@ -18,10 +18,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import ServeConfig, address_of
-from ..errors import ServingError
 from ..monitoring.logs import shorten_accept_failures
 from ..open_inference.service import InferenceService
 from ..pipeline.pipeline import ModelRepository
+from ..rpc.listener import listen_error, listening_socket
 from ..rpc.services import DetectorService
 from .connection import HttpConnection
 from .detection import DetectionRoutes
@@ -159,11 +159,16 @@ class HttpServer:
         Raises:
             ServingError: the server cannot listen on the address.
         """
-        listener = _listening_socket(self._settings.host, self._settings.http_port or 0)
+        host, port = self._settings.host, self._settings.http_port or 0
+        try:
+            listener = listening_socket(host, port)
+        except OSError as error:
+            details = f" for http_port ({error.strerror})"
+            raise listen_error(address_of(host, port), details) from None
         scheme, port = "https" if context else "http", listener.getsockname()[1]
         self._server.context = context
         self._task = asyncio.create_task(self._server.serve([listener]))
-        _log.info("HTTP at %s://%s/", scheme, address_of(self._settings.host, port))
+        _log.info("HTTP at %s://%s/", scheme, address_of(host, port))
         try:
             yield
         finally:
@@ -177,18 +182,6 @@ class HttpServer:
             self._config.timeout_graceful_shutdown = max(grace_s, 0.1)  # type: ignore[assignment]
             self._server.should_exit = True
         await self._task
-
-
-def _listening_socket(host: str, port: int) -> socket.socket:
-    try:
-        both = host == "::" and socket.has_dualstack_ipv6()  # listen on IPv4 too, as gRPC does
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=1024)
-    except OSError as error:
-        raise ServingError(
-            f"cannot listen on {address_of(host, port)} for HTTP ({error.strerror}); "
-            "choose another --http-port, or 0 for a free one"
-        ) from None
 
 
 class _UvicornServer(uvicorn.Server):

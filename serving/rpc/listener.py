@@ -37,6 +37,8 @@ _MAX_PENDING_CALLS = 32 * _MAX_STREAMS
 # Minimum interval of client pings while no data is sent to the client. A client that pings more
 # often is disconnected. Our own client pings every `client.connection.KEEPALIVE_S` during calls.
 _CLIENT_PING_MS = 10_000
+# Maximum number of HTTP connections that the kernel holds until the server accepts them.
+_BACKLOG = 1024
 # Number of file descriptors that the process needs in addition to those of connections.
 _OTHER_FILES = 256
 
@@ -73,10 +75,13 @@ def listening_server(
         raise listen_error(address) from None
 
 
-def listen_error(address: str) -> ServingError:
-    """Return the error to raise if the server cannot listen on `address`."""
+def listen_error(address: str, details: str = "") -> ServingError:
+    """Return the error to raise if the server cannot listen on `address`.
+
+    `details` follows the address in the message.
+    """
     return ServingError(
-        f"cannot listen on {address}; "
+        f"cannot listen on {address}{details}; "
         "choose an address of this machine and a free port (0: any free port)"
     )
 
@@ -89,20 +94,24 @@ def check_ports(config: ServeConfig) -> None:
     """
     for name, port in config.ports.items():
         try:
-            check_port(config.host, port)
+            listening_socket(config.host, port).close()
         except socket.gaierror:
             continue  # gRPC may resolve a host name that this function does not
         except OSError as error:
-            raise ServingError(
-                f"cannot listen on {address_of(config.host, port)} for {name} ({error.strerror}); "
-                "choose an address of this machine and a free port (0: any free port)"
-            ) from None
+            details = f" for {name} ({error.strerror})"
+            raise listen_error(address_of(config.host, port), details) from None
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise OSError if this process cannot listen on a port. Port 0 stands for any free port."""
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on a port. Port 0 stands for any free port.
+
+    Raises:
+        OSError: this process cannot listen on the port.
+    """
     both = host == "::" and socket.has_dualstack_ipv6()  # gRPC too listens on both
-    socket.create_server((host, port), family=family_of(host), dualstack_ipv6=both).close()
+    return socket.create_server(
+        (host, port), family=family_of(host), dualstack_ipv6=both, backlog=_BACKLOG
+    )
 
 
 def family_of(host: str) -> socket.AddressFamily:
