@@ -38,18 +38,6 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
     UnloadedError: grpc.StatusCode.UNAVAILABLE,
 }
 
-_HTTP_STATUS: dict[grpc.StatusCode, int] = {
-    grpc.StatusCode.OK: 200,
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.FAILED_PRECONDITION: 400,
-    grpc.StatusCode.UNAUTHENTICATED: 401,
-    grpc.StatusCode.PERMISSION_DENIED: 403,
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 503,
-    grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
-}
-
 # Maximum size of a status message in percent-encoded bytes. gRPC clients accept about 8 KiB of
 # metadata per call; above that they report a connection error instead of the status.
 _MAX_MESSAGE_BYTES = 2048
@@ -123,11 +111,6 @@ def status_from_error(error: Exception) -> grpc.StatusCode:
     return next(
         (_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), grpc.StatusCode.INTERNAL
     )
-
-
-def http_status_from_status(status: grpc.StatusCode) -> int:
-    """Return the HTTP status code for a gRPC status code; 500 for codes without a counterpart."""
-    return _HTTP_STATUS.get(status, 500)
 
 
 def status_and_message(error: Exception) -> tuple[grpc.StatusCode, str]:

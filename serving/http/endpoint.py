@@ -24,12 +24,23 @@ from ..errors import (
     ServingError,
     StoppingError,
 )
-from ..grpc_status import CallOutcome, http_status_from_status, status_and_message
+from ..grpc_status import CallOutcome, status_and_message
 from ..messages import REQUEST_ID_KEY
 from ..monitoring.logs import name_call
 from ..monitoring.telemetry import Tracer
 from ..rpc.access_control import ADMIN_METHODS, AccessInterceptor
 
+# HTTP status code by gRPC status code. All other gRPC status codes become 500.
+_STATUS: Final = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 503,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
 # Seconds after which clients may repeat a request that an overloaded server has rejected.
 _RETRY_AFTER_S: Final = 1
 # Headers that browsers add to requests of web pages.
@@ -259,7 +270,7 @@ class JsonResponse(Response):
 
 def error_response(status: grpc.StatusCode, message: str) -> Response:
     """Return the HTTP response for a gRPC status code and an error message."""
-    code = http_status_from_status(status)
+    code = _STATUS.get(status, 500)
     headers = {}
     if code == 503:
         headers["retry-after"] = str(_RETRY_AFTER_S)
