@@ -246,15 +246,11 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
         """
         self._services = frozenset({"", LIVENESS, *services})
         self._models = models
-        self._ready = asyncio.Event()
-        self._stopping = asyncio.Event()
+        # Whether the server is ready and not shutting down.
+        self.is_running = False
+        self._is_stopping = False
         # Set at the next state change, and then replaced by a new event.
         self._changed = asyncio.Event()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the server is ready and not shutting down."""
-        return self._ready.is_set() and not self._stopping.is_set()
 
     @property
     def is_serving(self) -> bool:
@@ -267,13 +263,13 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
 
     def set_ready(self) -> None:
         """Mark the server as ready. From now on, its health status depends on the models."""
-        self._ready.set()
+        self.is_running = True
         self._notify_watchers()
 
     def stop(self) -> None:
         """Report NOT_SERVING from now on, and end all Watch calls."""
-        self._ready.set()
-        self._stopping.set()
+        self.is_running = False
+        self._is_stopping = True
         self._notify_watchers()
 
     async def run(self) -> None:
@@ -301,7 +297,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
         """Send the status of a service or model now and after each change."""
         sent = None
         while True:
-            changed, is_last = self._changed, self._stopping.is_set()
+            changed, is_last = self._changed, self._is_stopping
             response = self._response_for(request)
             if response != sent:
                 await context.write(response)
