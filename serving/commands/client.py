@@ -103,7 +103,7 @@ def client(
 @click.option(
     "--timeout",
     "timeout_s",
-    type=FiniteRange(min=0, min_open=True, max=DAY_S),
+    type=_SECONDS,
     default=5.0,
     show_default=True,
     help="Time limit in seconds.",

@@ -84,7 +84,7 @@ class AccessPolicy:
         self._admin_tokens = TokenFile(path) if path else None
         self._local_admin = config.local_admin
         has_tokens = self._tokens or self._admin_tokens
-        if has_tokens and not config.tls_certificate and not _is_loopback_host(config.host):
+        if has_tokens and not config.tls_certificate and not _is_loopback(config.host):
             _log.warning(
                 "clients send tokens to %s unencrypted; to encrypt them, set tls_certificate and "
                 "tls_key",
@@ -126,7 +126,7 @@ class AccessPolicy:
                     "loading and unloading models is disabled; to allow clients with a token to do "
                     "it, set admin_token_file on the server"
                 )
-            if not _is_loopback(peer):
+            if not _is_loopback(_host_of(peer)):
                 raise ForbiddenError(
                     "only clients on the server's machine may load and unload models; to allow "
                     "other clients with a token to do it, set admin_token_file on the server"
@@ -292,17 +292,12 @@ def _unauthenticated() -> UnauthenticatedError:
     )
 
 
-def _is_loopback(peer: str) -> bool:
-    """Return whether a peer, such as `ipv4:127.0.0.1:50000`, is on this machine."""
-    return _is_loopback_host(_host_of(peer))
-
-
 def _host_of(peer: str) -> str:
     """Return the host of a peer, such as `127.0.0.1` for `ipv4:127.0.0.1:50000`."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
-def _is_loopback_host(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
