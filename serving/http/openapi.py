@@ -1,12 +1,12 @@
 """OpenAPI document of the HTTP API."""
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
+from ... import __version__
 from .detection import DetectQuery
 from .open_inference_json import IndexRequest, InferRequest, ModelControlRequest
 
@@ -72,7 +72,7 @@ def openapi_document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "Mask R-CNN server",
-            "version": version("maskrcnn-trt"),
+            "version": __version__,
             "description": "Detection in images, and the Open Inference Protocol v2 with Triton's "
             "extensions. Responses have the header x-request-id; a request may set it.",
         },

@@ -3,12 +3,12 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ... import __version__
 from ...model.bundle.manifest import Manifest
 from ...model.masks import rles_from_probabilities
 from ...protos.inference import open_inference_pb2 as pb
@@ -87,7 +87,7 @@ def server_metadata() -> pb.ServerMetadataResponse:
     """Return the response to ServerMetadata."""
     return pb.ServerMetadataResponse(
         name="maskrcnn-trt",
-        version=version("maskrcnn-trt"),
+        version=__version__,
         extensions=[
             "binary_tensor_data",
             "model_configuration",
