@@ -3,14 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from triton_requests import MODEL, images_of
 from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException
-
-from maskrcnn_trt.protos.inference import open_inference_pb2 as pb
 
 Encode = Callable[..., bytes]
 
@@ -154,31 +151,3 @@ def test_unknown_models_and_versions_are_rejected(
 
 def test_time_limit_of_a_request(triton: InferenceServerClient, picture: Encode) -> None:
     assert "DEADLINE_EXCEEDED" in error_of(triton, images_of(picture()), timeout=1)
-
-
-def test_damaged_messages_get_a_status(
-    address: str, triton: InferenceServerClient, picture: Encode
-) -> None:
-    request = pb.ModelInferRequest(model_name=MODEL, id="seven")
-    request.inputs.add(name="images", datatype="BYTES", shape=(1,))
-    request.parameters["max_detections"].int64_param = 3
-    # The contents are appended undamaged, so that most damage concerns the fields around them.
-    data = request.SerializeToString()
-    contents = pb.ModelInferRequest(raw_input_contents=[picture()]).SerializeToString()
-    generator = np.random.default_rng(0)
-    allowed = {
-        grpc.StatusCode.OK,
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.NOT_FOUND,
-        grpc.StatusCode.UNKNOWN,  # gRPC's status for a message that cannot be parsed
-    }
-    with grpc.insecure_channel(address) as channel:
-        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        for _ in range(300):
-            damaged = bytearray(data)
-            for index in generator.integers(0, len(data), generator.integers(1, 4)):
-                damaged[index] = generator.integers(0, 256)
-            call = infer.future(bytes(damaged) + contents, timeout=30)
-            assert call.code() in allowed
-            assert call.code() is not grpc.StatusCode.UNKNOWN or "DecodeError" in call.details()
-    assert triton.infer(MODEL, images_of(picture())).as_numpy("num_detections").all()
