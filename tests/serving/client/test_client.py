@@ -1,4 +1,3 @@
-import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from io import BytesIO
@@ -23,12 +22,6 @@ Encode = Callable[..., bytes]
 def client(address: str) -> Iterator[DetectorClient]:
     with DetectorClient(address) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def predictor(bundle: Path) -> Iterator[Detector]:
-    with contextlib.closing(Detector(bundle)) as predictor:
-        yield predictor
 
 
 def assert_equal(left: Any, right: Any) -> None:

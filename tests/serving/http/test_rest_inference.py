@@ -44,10 +44,8 @@ def http(server: HttpAddress) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def expected(bundle: Path, picture: Encode) -> Detections:
-    predictor = Detector(bundle)
+def expected(predictor: Detector, picture: Encode) -> Detections:
     detections = predictor.detect(picture())
-    predictor.close()
     assert detections.rles is not None
     assert len(detections) > 3
     return detections

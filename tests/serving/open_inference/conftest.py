@@ -1,19 +1,9 @@
-"""Triton's client, and a predictor that computes the expected detections."""
+"""Triton's client."""
 
-import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tritonclient.grpc import InferenceServerClient
-
-from maskrcnn_trt.serving.offline import Detector
-
-
-@pytest.fixture(scope="module")
-def predictor(bundle: Path) -> Iterator[Detector]:
-    with contextlib.closing(Detector(bundle)) as predictor:
-        yield predictor
 
 
 @pytest.fixture
