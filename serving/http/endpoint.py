@@ -69,7 +69,8 @@ class HttpCall(CallOutcome):
         super().__init__()
         self.request = Request(scope, receive, send)
         self._max_bytes = max_bytes
-        self._body = b""
+        # Body of the request, from when it is received until `take_body` is called.
+        self.body = b""
         # Whether the client has disconnected before the response was complete.
         self.is_disconnected = False
 
@@ -113,13 +114,9 @@ class HttpCall(CallOutcome):
                 "the server's max_message_mb",
             )
 
-    def keep_body(self, body: bytes) -> None:
-        """Store the body of the request until `take_body` is called."""
-        self._body = body
-
     def take_body(self) -> bytes:
-        """Return the body that `keep_body` stored, and drop this object's reference to it."""
-        body, self._body = self._body, b""
+        """Return the body of the request, and drop this object's reference to it."""
+        body, self.body = self.body, b""
         return body
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
@@ -206,9 +203,7 @@ class Endpoint:
 
     async def _response_to(self, call: HttpCall) -> Response:
         try:
-            return await self._transport.access.run(
-                self._method, call.invocation_metadata(), call, self._handle
-            )
+            return await self._transport.access.run(self._method, call, self._handle)
         except AbortedCallError:
             return error_response(call.code() or grpc.StatusCode.UNKNOWN, call.details())
         except HTTPException as error:
@@ -234,12 +229,11 @@ class Endpoint:
             return await self._respond(call)
         pending = self._transport.access.pending_messages(self._method)
         try:
-            body = await pending.next(call, self._transport.config.receive_timeout_s)
+            # Only `call` holds the body, so that `respond` can free it once it is decoded.
+            call.body = await pending.next(call, self._transport.config.receive_timeout_s) or b""
         except ExpiredError as error:
             # Not 504, to which an ExpiredError is mapped: the client is late, not the server.
             raise HTTPException(408, str(error)) from error
-        call.keep_body(body or b"")
-        del body  # so that only `call` holds it, and `respond` can free it once it is decoded
         async with call.cancelled_on_disconnect():
             return await self._respond(call)
 

@@ -185,13 +185,13 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         handler = await continuation(handler_call_details)
         if handler is None:  # unknown method: gRPC responds with UNIMPLEMENTED
             return handler
-        method, metadata = handler_call_details.method, handler_call_details.invocation_metadata
+        method = handler_call_details.method
         handle = call_handler(handler, self.pending_messages(method), self._timeout_s)
 
         # gRPC's request iterator (the first argument) is not used, because it keeps a reference to
         # each message until it yields the next one.
         async def checked(_: object, context: CallContext) -> Any:
-            return await self.run(method, metadata, context, handle)
+            return await self.run(method, context, handle)
 
         # All methods are registered as request-streaming. In a unary method gRPC would read the
         # request before it calls the handler, wait for slow clients without a limit, and log a
@@ -210,7 +210,6 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     async def run(
         self,
         method: str,
-        metadata: Metadata,
         context: CallContext,
         handle: Callable[[CallContext], Awaitable[T]],
     ) -> T:
@@ -218,11 +217,11 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 
         Args:
             method: Full method name, as `/package.Service/Method`.
-            metadata: Metadata that the client sent.
             context: Context of the call. A ServingError in `handle` or in a check aborts the call.
             handle: Function that reads the request and computes the response.
         """
         try:
+            metadata = context.invocation_metadata() or ()
             current_client.set(self._policy.check(method, metadata, context.peer()))
             await self._admit(method, context)
             return await handle(context)
