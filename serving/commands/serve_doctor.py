@@ -14,7 +14,7 @@ from ...model.host_resources import available_cores, available_memory
 from ...model.plurals import counted
 from .. import LOGGER
 from ..backends.loading import BACKENDS, check_backend, choose_backend, served_precision
-from ..config import ServeConfig, address_of
+from ..config import ServeConfig
 from ..errors import ServingError
 from ..pipeline.served_model import ModelSource
 from ..pipeline.shared_resources import decode_memory_limit
@@ -120,12 +120,9 @@ def _limit_results(config: ServeConfig, models: int) -> list[CheckResult]:
 
 def _port_result(name: str, host: str, port: int) -> CheckResult:
     try:
-        listening_socket(host, port).close()
-    except OSError as error:
-        remedy = "choose an address of this machine and a free port"
-        return CheckResult(
-            name, f"{address_of(host, port)} is not available ({error.strerror}); {remedy}", "fault"
-        )
+        listening_socket(host, port, name).close()
+    except ServingError as error:
+        return CheckResult(name, str(error), "fault")
     return CheckResult(name, f"{port} is free at {host}" if port else "any free port")
 
 

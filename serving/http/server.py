@@ -21,7 +21,7 @@ from ..config import ServeConfig, address_of
 from ..monitoring.logs import shorten_accept_failures
 from ..open_inference.service import InferenceService
 from ..pipeline.pipeline import ModelRepository
-from ..rpc.listener import listen_error, listening_socket
+from ..rpc.listener import listening_socket
 from ..rpc.services import DetectorService
 from .connection import HttpConnection
 from .detection import DetectionRoutes
@@ -159,12 +159,8 @@ class HttpServer:
         Raises:
             ServingError: the server cannot listen on the address.
         """
-        host, port = self._settings.host, self._settings.http_port or 0
-        try:
-            listener = listening_socket(host, port)
-        except OSError as error:
-            details = f" for http_port ({error.strerror})"
-            raise listen_error(address_of(host, port), details) from None
+        host = self._settings.host
+        listener = listening_socket(host, self._settings.http_port or 0, "http_port")
         scheme, port = "https" if context else "http", listener.getsockname()[1]
         self._server.context = context
         self._task = asyncio.create_task(self._server.serve([listener]))

@@ -16,7 +16,7 @@ from ..errors import ServingError
 from ..host import ChildProcess, visible_gpus
 from .front_end_link import CallDetails, FindHandler, ForwardedCall, Frame, Link
 from .front_end_process import CertificateFiles, run_front_end
-from .listener import family_of, listen_error, server_options
+from .listener import bind_address, listen_error, server_options
 
 _log = logging.getLogger(__name__)
 
@@ -247,15 +247,16 @@ def _reserved_port(host: str, port: int) -> socket.socket:
     Raises:
         ServingError: the port is in use, or the host is not an address of this machine.
     """
-    reserved = socket.socket(family_of(host))
+    family, address = bind_address(host, port)
+    reserved = socket.socket(family)
     try:
         # Connections of an earlier server may still use the port, so SO_REUSEADDR is set while
         # binding. SO_REUSEPORT lets the front ends share the port. It is set only after binding,
         # because otherwise two servers could reserve the same port.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reserved.family == socket.AF_INET6:
+        if family == socket.AF_INET6:
             reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
-        reserved.bind((host, port))
+        reserved.bind(address)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError:

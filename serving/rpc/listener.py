@@ -6,6 +6,7 @@ import resource
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 import grpc
@@ -93,30 +94,41 @@ def check_ports(config: ServeConfig) -> None:
         ServingError: a port is in use, or the host is not an address of this machine.
     """
     for name, port in config.ports.items():
-        try:
-            listening_socket(config.host, port).close()
-        except socket.gaierror:
-            continue  # gRPC may resolve a host name that this function does not
-        except OSError as error:
-            details = f" for {name} ({error.strerror})"
-            raise listen_error(address_of(config.host, port), details) from None
+        listening_socket(config.host, port, name).close()
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on a port. Port 0 stands for any free port.
+def listening_socket(host: str, port: int, name: str) -> socket.socket:
+    """Return a socket that listens on a port.
+
+    Args:
+        host: Address or host name.
+        port: Port number. 0: any free port.
+        name: Name of the port's setting, for the error message.
 
     Raises:
-        OSError: this process cannot listen on the port.
+        ServingError: the port is in use, or the host is not an address of this machine.
     """
     both = host == "::" and socket.has_dualstack_ipv6()  # gRPC too listens on both
-    return socket.create_server(
-        (host, port), family=family_of(host), dualstack_ipv6=both, backlog=_BACKLOG
-    )
+    try:
+        family, address = bind_address(host, port)
+        return socket.create_server(address, family=family, dualstack_ipv6=both, backlog=_BACKLOG)
+    except OSError as error:
+        # `create_server` adds the address to the reason.
+        reason = str(error.strerror).partition(" (while attempting")[0]
+        raise listen_error(address_of(host, port), f" for {name} ({reason})") from None
 
 
-def family_of(host: str) -> socket.AddressFamily:
-    """Return the address family of a host to listen on. A host name counts as IPv4."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def bind_address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """Return the address family and the socket address of a host to listen on.
+
+    If a host name has addresses of both families, the IPv4 address is returned.
+
+    Raises:
+        OSError: the host name is unknown.
+    """
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = min(found, key=itemgetter(0))  # AF_INET is less than AF_INET6
+    return family, address
 
 
 class GrpcServer(Protocol):

@@ -23,6 +23,7 @@ from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.errors import BackendError, ServingError
 from maskrcnn_trt.serving.pipeline.served_model import ServedModel
+from maskrcnn_trt.serving.rpc.listener import check_ports
 from maskrcnn_trt.serving.rpc.services import LIVENESS
 from maskrcnn_trt.serving.server import detection_server
 
@@ -111,11 +112,16 @@ def test_garbage_collector_ignores_objects_of_a_ready_server(wide_bundle: Path) 
     assert tracked < frozen / 10
 
 
-def test_ipv6_host(wide_bundle: Path, picture: Encode) -> None:
+@pytest.fixture
+def ipv6() -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
+
+
+@pytest.mark.usefixtures("ipv6")
+def test_ipv6_host(wide_bundle: Path, picture: Encode) -> None:
     assert ServeConfig(host="::1") == ServeConfig(host="[::1]")
     with (
         served_in_thread(wide_bundle, host="::1", metrics_port=0) as address,
@@ -125,12 +131,26 @@ def test_ipv6_host(wide_bundle: Path, picture: Encode) -> None:
         assert len(client.detect(picture()))
 
 
+@pytest.mark.usefixtures("ipv6")
+def test_host_name_with_an_ipv6_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
+    check_ports(ServeConfig(host="six.test", port=0, http_port=0))
+
+
 async def test_ports_in_use(wide_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(ServedModel, "load")  # the model is not loaded before the check
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for settings, error in (
-            ({"port": port}, r"cannot listen on 127.0.0.1:.*a free port"),
+            (
+                {"port": port},
+                r"cannot listen on \S+ for port \(Address already in use\); .*free port",
+            ),
+            (
+                {"host": "no.such.host"},
+                r"cannot listen on no\.such\.host:8500 for port \([\w ]+\);",
+            ),
             ({"port": 0, "http_port": port}, r"cannot listen on 127.0.0.1:\d+ for http"),
             ({"port": 0, "metrics_port": port}, r"cannot listen on 127.0.0.1:\d+ for metrics"),
         ):
