@@ -34,7 +34,8 @@ class ServeFields(FrozenConfig):
     model_config = ConfigDict(allow_inf_nan=False)
 
     host: str = "127.0.0.1"
-    """Address to listen on. 0.0.0.0: all IPv4 addresses; `::`: all addresses."""
+    """Address to listen on. `::`: all addresses. 0.0.0.0: all IPv4 addresses, and for gRPC all
+    IPv6 addresses too."""
     port: int = Field(8500, ge=0, le=65535)
     """Port to listen on. 0: a free port."""
     http_port: int | None = Field(None, ge=0, le=65535)
