@@ -7,7 +7,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from importlib.resources import files
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
 from starlette.applications import Starlette
@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from ..config import ServeConfig, address_of
 from ..monitoring.logs import shorten_accept_failures
@@ -36,8 +36,8 @@ _PAGE_FILES: Final = {
     "/page.js": ("page.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-# The page has neither inline scripts nor styles, and loads nothing from other servers. The user's
-# images are blob URLs.
+# Headers of all responses. The page has neither inline scripts nor styles, and loads nothing from
+# other servers. The user's images are blob URLs.
 _SECURITY_HEADERS: Final = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
@@ -82,7 +82,7 @@ def http_app(
     # Redirects are off, because they would lead to the host in the request's Host header, which
     # the client chooses.
     app.router.redirect_slashes = False
-    return _SecurityHeaders(app)
+    return app
 
 
 def _page_file(name: str, media_type: str) -> Response:
@@ -102,23 +102,6 @@ async def _handle_http_error(_: Request, error: Exception) -> Response:
     if error.status_code == 404:
         error.detail = "no such path; /openapi.json lists all paths"
     return http_error_response(error)
-
-
-class _SecurityHeaders:
-    """ASGI middleware that adds the headers in `_SECURITY_HEADERS` to each response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._headers = [(k.encode(), v.encode()) for k, v in _SECURITY_HEADERS.items()]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers: list[Any] = list(message["headers"])
-                message = {**message, "headers": headers + self._headers}
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
 
 
 class HttpServer:
@@ -145,6 +128,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            headers=list(_SECURITY_HEADERS.items()),
             timeout_keep_alive=_IDLE_S,
         )
         self._server = _UvicornServer(self._config, config, max_connections)
