@@ -121,7 +121,7 @@ FAILURES = {
         "int8 needs calibration images to measure the value ranges of tensors; run maskrcnn export "
         "with --calibration IMAGES"
     ),
-    "serve no-such-bundle": (
+    "serve no-such-bundle --port 0": (
         "{cwd}/no-such-bundle does not exist; make a bundle with "
         "`maskrcnn export CHECKPOINT -o BUNDLE`"
     ),
