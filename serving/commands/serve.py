@@ -234,7 +234,7 @@ def model_sources(arguments: Sequence[str], config: ServeConfig) -> list["ModelS
         config: Settings of the server.
 
     Raises:
-        click.UsageError: A name is invalid.
+        click.UsageError: A name is invalid or missing.
         ZooError, DownloadError, click.exceptions.Exit: A model cannot be downloaded or exported;
             see `bundle_for_backend`.
     """
@@ -249,8 +249,14 @@ def _sources_of(argument: str, config: ServeConfig) -> list["ModelSource"]:
         return [ModelSource(model, _checked(model.name, model), None) for model in models]
     named = None if Path(argument).exists() else _NAMED.fullmatch(argument)
     name, reference = named.groups() if named else (None, argument)
-    if name and versions_in(Path(reference)):
-        return [ModelSource(Path(reference), _checked(name, reference), None)]
+    folder = Path(reference)
+    if name and versions_in(folder):
+        return [ModelSource(folder, _checked(name, reference), None)]
+    if versions_in(folder) and not (folder / MANIFEST_NAME).exists():
+        raise click.UsageError(
+            f"{reference} holds versions of a model, which needs a name; give it one, as in "
+            f"{folder.resolve().name}={reference}"
+        )
     bundle = bundle_for_backend(reference, config.backend, config.precision)
     if not name:
         return [ModelSource(bundle)]

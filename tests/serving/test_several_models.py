@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from bundle_copies import linked_copy
+from click import UsageError
 from click.testing import CliRunner
 from gated_engine import Gate
 from http_server import free_port
@@ -195,6 +196,13 @@ def test_invalid_names_of_models_are_rejected(wide_bundle: Path) -> None:
     result = CliRunner().invoke(serve, [f"my street={wide_bundle}", "--doctor"])
     assert result.exit_code == 2
     assert f"street={wide_bundle}" in result.output
+
+
+def test_versions_of_a_model_need_its_name(wide_bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "street").mkdir()
+    linked_copy(wide_bundle, tmp_path / "street" / "1")
+    with pytest.raises(UsageError, match=f"as in street={tmp_path}/street$"):
+        model_sources([str(tmp_path / "street")], ServeConfig())
 
 
 def test_doctor_adds_up_the_messages_of_all_models(wide_bundle: Path) -> None:
