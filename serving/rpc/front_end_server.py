@@ -1,7 +1,6 @@
 """gRPC server whose connections are accepted by front-end processes."""
 
 import asyncio
-import contextlib
 import logging
 import pickle
 import socket
@@ -136,9 +135,13 @@ class FrontEndServer:
             pause_s = min(max(2 * pause_s, _MIN_PAUSE_S), _MAX_PAUSE_S) if is_short else 0.0
             _log.error("%s; its connections are lost, and it restarts in %g s", reason, pause_s)
             await asyncio.sleep(pause_s)
-            self._front_ends[index] = self._new_front_end()
-            with contextlib.suppress(ServingError):  # it ended again; the next iteration logs that
+            try:
+                self._front_ends[index] = self._new_front_end()
                 await self._front_ends[index].start()
+            except ServingError:
+                pass  # it ended again; the next iteration logs that
+            except OSError as error:  # too many processes or open files, or too little memory
+                _log.error("cannot start a front end: %s", error)
 
 
 class _FrontEnd:

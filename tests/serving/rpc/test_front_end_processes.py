@@ -26,6 +26,8 @@ from triton_requests import MODEL
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.rpc.front_end_server import FrontEndServer
 
 Encode = Callable[..., bytes]
 
@@ -96,6 +98,26 @@ async def test_a_killed_front_end_loses_only_its_own_connections(
     assert 0 < len(failures) <= lost
     assert set(failures.values()) == {grpc.StatusCode.UNAVAILABLE}
     assert f"front end {killed} ended: Killed" in log.read_text()
+
+
+async def test_front_end_that_cannot_start_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    new_front_end, errors = FrontEndServer._new_front_end, [OSError("no more processes")]
+
+    def fail_once(server: FrontEndServer) -> Any:
+        if errors:
+            raise errors.pop()
+        return new_front_end(server)
+
+    server = FrontEndServer(1, ServeConfig(port=0), [])
+    await server.start()
+    monkeypatch.setattr(FrontEndServer, "_new_front_end", fail_once)
+    (killed,) = front_end_pids(os.getpid())
+    os.kill(killed, signal.SIGKILL)
+    await asyncio.to_thread(wait_until, lambda: front_end_pids(os.getpid()) - {killed})
+    await server.stop()
+    assert "cannot start a front end: no more processes" in caplog.text
 
 
 @pytest.mark.slow
