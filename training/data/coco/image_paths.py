@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ..folders import files_below
+
 
 class ImagePaths(NamedTuple):
     """Paths of the image files that a COCO file lists, and names of misplaced or missing files."""
@@ -77,8 +79,7 @@ def _files_named(folder: Path, names: set[str]) -> defaultdict[str, list[Path]]:
     """
     found = defaultdict(list)
     folded = {name.casefold() for name in names}
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            if name.casefold() in folded:
-                found[name].append(Path(parent, name))
+    for path in files_below(folder):
+        if path.name.casefold() in folded:
+            found[path.name].append(path)
     return found

@@ -1,10 +1,9 @@
 """Recognise the layout of a data set folder: COCO, Roboflow, CVAT, LabelMe or YOLO."""
 
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from ...config import DatasetConfig
 from ..coco.dataset import CocoDataset, DataError, SourceContent, read_coco_file, read_json
 from ..coco.numbers import id_from
 from ..coco.splits import annotation_files, find_splits, image_folder, pair_splits, splits_named
+from ..folders import files_below
 from .conversion import ForeignDataset, source_content, with_ids_of
 from .labelme import is_labelme, labelme
 from .yolo import yolo, yolo_file
@@ -99,11 +99,12 @@ def recognize_layout(path: Path) -> DataLayout:
         return _coco_layout(path)
     if (file := yolo_file(path)) is not None:
         return _foreign("YOLO", yolo(file), file)
-    own = (file for file in _json_files(path) if file.parent == path)
-    chosen = {*islice(own, _OWN_SAMPLES), *islice(_json_files(path), _SAMPLES)}
+    json_files = _json_files(path)
+    own = [file for file in json_files if file.parent == path]
+    chosen = {*own[:_OWN_SAMPLES], *json_files[:_SAMPLES]}
     samples = {json_file: _content_of(json_file) for json_file in sorted(chosen)}
     if any(map(is_labelme, samples.values())):
-        return _foreign("LabelMe", labelme(path, _json_files(path)), path, has_ids=False)
+        return _foreign("LabelMe", labelme(path, json_files), path, has_ids=False)
     files = {
         one.stem: one
         for one, content in samples.items()
@@ -216,8 +217,9 @@ def _without(content: dict[str, Any], groups: frozenset[int | str | None]) -> So
     return SourceContent({**content, "categories": kept}, {})
 
 
-def _json_files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*.json")) if not path.name.startswith("."))
+def _json_files(folder: Path) -> list[Path]:
+    files = (path for path in files_below(folder) if path.suffix == ".json")
+    return sorted(path for path in files if not path.name.startswith("."))
 
 
 def _content_of(path: Path) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ....model.image_files import IMAGE_FILE_SUFFIXES, is_image_file
 from ..coco.entries import Findings
+from ..folders import files_below
 
 # Suffixes of image files. Files in unsupported formats, such as .gif, are reported as unusable.
 _SUFFIXES = IMAGE_FILE_SUFFIXES | {".gif", ".heic"}
@@ -43,7 +44,7 @@ def find_images(folder: Path, root: str, value: Any) -> FoundImages:
                 else:
                     faults["images: file missing"].append(line)
             continue
-        files = _image_files(path.rglob("*")) if path is not None else []
+        files = _image_files(files_below(path)) if path is not None else []
         images.update(files)
         if not files:
             faults["images: folder or list missing or empty"].append(text)

@@ -84,6 +84,19 @@ def test_folders_by_kind_are_found(tmp_path: Path) -> None:
     assert_same(recognize_layout(tmp_path).splits["train"].load("refuse"), TRAIN)
 
 
+def test_images_behind_symbolic_links_are_found(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    write_yolo(tmp_path / "other", TRAIN, VAL)
+    for kind in ("images", "labels"):
+        (data / kind).mkdir(parents=True)
+        (data / kind / "part").symlink_to(tmp_path / "other" / "train" / kind)
+        (data / kind / "loop").symlink_to(data)
+    (data / "data.yaml").write_text("train: images\n" + NAMES_LINE)
+    dataset = recognize_layout(data).splits["train"].load("refuse")
+    assert_same(dataset, TRAIN)
+    assert {record.path.parent for record in dataset.records} == {data / "images" / "part"}
+
+
 @pytest.mark.parametrize(
     "text",
     [
