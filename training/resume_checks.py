@@ -10,6 +10,7 @@ from ..model.bundle.manifest import sha256_of
 from ..model.checkpoint import Checkpoint
 from ..model.config.error_messages import validation_message
 from ..model.config.overrides import values_by_key
+from ..model.config.reference import text_from_value
 from .config import ConfigError, TrainConfig
 from .data.coco.dataset import CocoDataset
 
@@ -76,13 +77,13 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
     before = checkpoint.training_state["identity"]
     old, new = _values_with_defaults(before["config"]), values_by_key(now["config"])
     for key in sorted(key for key in {*old, *new} if old.get(key) != new.get(key)):
+        was, value = (text_from_value(values.get(key)) for values in (old, new))
         if _is_within(key, _FIXED) and not _is_within(key, _FREE):
             raise ConfigError(
-                f"the run to resume has {key}={old.get(key)}, but the configuration now has "
-                f"{key}={new.get(key)}; set {key}={old.get(key)}, or start a new run with "
-                "output_dir=FOLDER"
+                f"the run to resume has {key}={was}, but the configuration now has {key}={value}; "
+                f"set {key}={was}, or start a new run with output_dir=FOLDER"
             )
-        logger.info("resuming with %s=%s, previously %s", key, new.get(key), old.get(key))
+        logger.info("resuming with %s=%s, previously %s", key, value, was)
     for subject, value in now["data"].items():
         if value != before["data"][subject]:
             raise ConfigError(

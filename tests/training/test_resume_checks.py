@@ -53,7 +53,11 @@ def folder(begun: Path, tmp_path: Path) -> Path:
         ),
         (
             "data.keep_empty=true",
-            "the configuration now has data.keep_empty=True; set data.keep_empty=False",
+            "the configuration now has data.keep_empty=true; set data.keep_empty=false",
+        ),
+        (
+            "data.repeat_threshold=0.5",
+            "data.repeat_threshold=null, but the configuration now has data.repeat_threshold=0.5",
         ),
     ],
 )
