@@ -152,7 +152,9 @@ def _unlisted_in(splits: Iterable[LoadedSplit]) -> list[Path]:
         listed |= {record.path for record in dataset.records}
         for reason, names in dataset.faults.items():
             if reason.startswith("images:"):
-                listed |= {config.images / name for name in names}
+                # Names are relative to the image folder or, in YOLO, to the YAML file's folder.
+                parents = config.images, config.annotations.parent
+                listed |= {parent / name for parent in parents for name in names}
     return unlisted_files(folders, listed)
 
 

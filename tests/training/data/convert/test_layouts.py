@@ -22,6 +22,7 @@ from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError, read
 from maskrcnn_trt.training.data.convert.command import convert
 from maskrcnn_trt.training.data.convert.layouts import recognize_layout
 from maskrcnn_trt.training.data.inspect.command import inspect
+from maskrcnn_trt.training.data.inspect.report import LoadedSplit, inspect_splits
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -126,6 +127,16 @@ def test_inspect_reads_the_same_layouts(tmp_path: Path, name: str) -> None:
     content = read_json(report)
     assert sum(split["images"] for split in content["splits"].values()) == len([*TRAIN, *VAL])
     assert content["files"] == {}
+
+
+def test_unreadable_images_of_yolo_are_not_unlisted(tmp_path: Path) -> None:
+    WRITERS["YOLO"](tmp_path, TRAIN, VAL)
+    (tmp_path / "train" / "images" / TRAIN[0].name).write_bytes(b"no picture")
+    splits = {
+        name: LoadedSplit(split.config, split.load())
+        for name, split in recognize_layout(tmp_path).splits.items()
+    }
+    assert not inspect_splits(splits, min_size=64, max_size=96).files
 
 
 def test_a_folder_around_the_data_set_is_skipped(tmp_path: Path) -> None:
