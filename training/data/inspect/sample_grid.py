@@ -70,15 +70,16 @@ def choose_samples(
         count: Maximum number of samples.
         seed: Seed of the random choice.
     """
-    by_path = {record.path: d.categories for d in datasets for record in d.records}
     pool = [(record, d.categories) for d in datasets for record in d.records]
+    # By identity, because several splits can list the same file, each with its own classes.
+    classes = {id(record): categories for record, categories in pool}
     by_reason: dict[str, list[Suspicion]] = defaultdict(list)
     for suspicion in suspicions:
         by_reason[suspicion.reason].append(suspicion)
     rng = np.random.default_rng(seed)
     shuffled = [[group[n] for n in rng.permutation(len(group))] for group in by_reason.values()]
     suspicious = [
-        GridSample(suspicion.record, by_path[suspicion.record.path], suspicion)
+        GridSample(suspicion.record, classes[id(suspicion.record)], suspicion)
         for suspicion in islice(_round_robin(shuffled), math.ceil(count / 2))
     ]
     order = rng.permutation(len(pool))[: count - len(suspicious)]

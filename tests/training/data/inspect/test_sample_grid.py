@@ -52,6 +52,15 @@ def test_there_are_no_more_samples_than_images(dataset: CocoDataset, count: int)
     assert len(choose_samples([dataset], [], count, seed=1)) == min(count, 5)
 
 
+def test_a_file_in_two_splits_keeps_the_classes_of_each(tmp_path: Path) -> None:
+    content = content_with_suspicions()
+    train = CocoDataset(write_folder(tmp_path, content))
+    content["categories"].pop(0)
+    val = CocoDataset(write_folder(tmp_path, content))
+    samples = choose_samples([train, val], suspicious_annotations(train.records), 8, seed=0)
+    assert all(s.categories == train.categories for s in samples if s.suspicion)
+
+
 def test_everything_can_be_drawn(tmp_path: Path) -> None:
     """Names that are formulas for Matplotlib or not UTF-8, damaged files, huge coordinates."""
     content = content_with_suspicions()
