@@ -93,7 +93,8 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
         console = _Console(stderr=True, force_jupyter=False, force_terminal=False)
     handlers: list[logging.Handler] = [_ConsoleHandler(console)]
     if worker.is_main and log is not None:
-        handlers.append(_FileHandler(log))
+        # File and class names can contain bytes that are not UTF-8.
+        handlers.append(_FileHandler(log, encoding="utf-8", errors="backslashreplace"))
     package = _package_logger()
     package.setLevel(logging.INFO if worker.is_main else logging.WARNING)
     for handler in handlers:

@@ -15,6 +15,7 @@ from maskrcnn_trt.training.config import ConfigError, DataConfig, DatasetConfig,
 from maskrcnn_trt.training.distributed import Worker
 from maskrcnn_trt.training.reporting import LOG_FILE, METRICS_FILE, DivergenceError, TrainingReport
 from maskrcnn_trt.training.run import run_training
+from maskrcnn_trt.training.terminal import terminal_progress
 from maskrcnn_trt.training.tracking import open_trackers
 
 ALONE, OTHER = Worker(0, 1, torch.device("cpu")), Worker(1, 2, torch.device("cpu"))
@@ -136,6 +137,15 @@ def test_log_lines_have_losses_and_learning_rate(tiny: LoadTiny, tmp_path: Path)
     matches = [LOG_LINE.search(line) for line in lines]
     assert [match and match[1] for match in matches] == ["2", "3"]
     assert [match and match[2] for match in matches] == ["0.006667", "0.010000"]
+
+
+def test_names_that_are_not_utf_8_are_logged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with terminal_progress(ALONE, tmp_path / LOG_FILE):
+        logging.getLogger("maskrcnn_trt").warning("skipped photo\udce9.jpg")
+    assert (tmp_path / LOG_FILE).read_text().endswith("skipped photo\\udce9.jpg\n")
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
