@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -135,7 +136,7 @@ def _class_curves(tasks: list[_ClassTask]) -> Iterable[Curves]:
     # Use processes, because threads would wait for the GIL. Forked processes inherit the tasks and
     # use no GPU.
     with ProcessPoolExecutor(
-        processes, get_context("fork"), initializer=_inherit_tasks, initargs=(tasks,)
+        processes, get_context("fork"), initializer=_initialise_process, initargs=(tasks,)
     ) as pool:
         return list(pool.map(_curves_of_inherited_task, range(len(tasks))))
 
@@ -145,7 +146,10 @@ def _class_curves(tasks: list[_ClassTask]) -> Iterable[Curves]:
 _inherited_tasks: list[_ClassTask] = []
 
 
-def _inherit_tasks(tasks: list[_ClassTask]) -> None:
+def _initialise_process(tasks: list[_ClassTask]) -> None:
+    """Inherit the tasks. Let signals end this process at once, without a traceback."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     _inherited_tasks.extend(tasks)
 
 

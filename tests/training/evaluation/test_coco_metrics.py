@@ -1,5 +1,10 @@
 import io
 import json
+import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures.process import BrokenProcessPool
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
@@ -13,6 +18,7 @@ from rich.console import Console
 from maskrcnn_trt.model.bundle.manifest import Category
 from maskrcnn_trt.training.config import DatasetConfig, EvaluatorName
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
+from maskrcnn_trt.training.evaluation import coco_curves
 from maskrcnn_trt.training.evaluation.coco_curves import IOU_TYPES, IouType
 from maskrcnn_trt.training.evaluation.coco_metrics import class_table, coco_metrics, summary_lines
 from maskrcnn_trt.training.evaluation.matching import class_curves, matched_images
@@ -20,7 +26,7 @@ from maskrcnn_trt.training.evaluation.matching import class_curves, matched_imag
 CATEGORIES = (Category(id=4, name="disc"), Category(id=9, name="ring"), Category(id=11, name="bar"))
 SQUARE = [10.0, 10.0, 40.0, 40.0]
 # A disc and a ring of medium size, at the same position.
-TRUTH = {
+TRUTH: dict[str, Any] = {
     "info": {},
     "images": [{"id": 1, "height": 100, "width": 100}],
     "categories": [category.model_dump() for category in CATEGORIES],
@@ -155,6 +161,27 @@ def test_processes_give_the_metrics_of_one() -> None:
     many: dict[IouType, list[Any]] = {t: results[t] * copies for t in IOU_TYPES}
     one = coco_metrics(deepcopy(truth), many, CATEGORIES, "pycocotools")
     assert coco_metrics(truth, many, CATEGORIES) == pytest.approx(one, abs=1e-12, rel=0)
+
+
+def test_a_signal_ends_processes_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One process computes the curves of the only class, and the other waits for a task."""
+
+    def interrupt_processes(*_: object) -> None:
+        for process in multiprocessing.active_children():
+            os.kill(process.pid or 0, signal.SIGINT)
+
+    monkeypatch.setattr(coco_curves, "_PARALLEL_FROM", 0)
+    monkeypatch.setattr(coco_curves, "_curves_of_class", lambda _: time.sleep(9))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    truth = {**TRUTH, "annotations": TRUTH["annotations"][:1]}
+    previous = signal.signal(signal.SIGALRM, interrupt_processes)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises((BrokenProcessPool, KeyboardInterrupt)):
+        coco_metrics(truth, {"bbox": []}, CATEGORIES)
+    signal.signal(signal.SIGALRM, previous)
+    assert not capfd.readouterr().err
 
 
 def test_the_curves_of_the_report_give_the_same_ap50(tmp_path: Path) -> None:
