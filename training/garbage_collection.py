@@ -1,4 +1,4 @@
-"""Suspend Python's garbage collection of reference cycles."""
+"""Suspend or force Python's garbage collection of reference cycles."""
 
 import contextlib
 import gc
@@ -18,3 +18,13 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def collect_frozen_objects() -> None:
+    """Collect unreachable objects, also those that `gc.freeze` excluded. Freeze all other objects.
+
+    `CocoDataset` calls `gc.freeze`.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

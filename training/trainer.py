@@ -20,6 +20,7 @@ from .config import ConfigError, TrainConfig
 from .data.loading.batches import Batch
 from .distributed import Worker
 from .fused_layers import fuse_layers
+from .garbage_collection import collect_frozen_objects
 from .optimizer import apply_gradients, build_optimizer, set_learning_rates
 from .random_state import generator_states, restore_generators, seed_generators
 from .weight_average import WeightAverage
@@ -71,6 +72,10 @@ class Trainer:
         self.config = config
         self.worker = worker
         self.iteration = 0
+        if self._compiles():
+            # Free the GPU memory of earlier runs of this process: a compiled model is part of a
+            # reference cycle, which the validation set of its run has frozen.
+            collect_frozen_objects()
         seed_generators(config.seed)
         self.model = MaskRCNN(config.model)
         if config.weights is not None:

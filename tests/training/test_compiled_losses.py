@@ -1,3 +1,5 @@
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,15 @@ def test_programs_are_in_the_user_cache(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "chosen"))
     CompiledLosses(model)
     assert Path(cache_dir()) == tmp_path / "chosen"
+
+
+def test_a_compiled_model_is_freed_before_the_next(tiny: LoadTiny) -> None:
+    """The validation set of a run freezes all objects."""
+    config, alone = tiny(*FROZEN, "compile=true"), Worker(0, 1, torch.device("cpu"))
+    model = weakref.ref(Trainer(config, alone).model)
+    gc.freeze()
+    Trainer(config, alone)
+    assert model() is None
 
 
 BODIES = {
