@@ -31,14 +31,6 @@ class CocoArchive:
         """File name of the archive."""
         return self.address.rpartition("/")[2]
 
-    def archive_in(self, root: Path) -> Path:
-        """Return the path of the downloaded archive in the folder `root`."""
-        return root / self.name
-
-    def folder_in(self, root: Path) -> Path:
-        """Return the path of this archive's folder after extraction into the folder `root`."""
-        return root / self.folder
-
 
 def annotations_in(root: Path, images: str) -> Path:
     """Return the path of a split's annotation file in the folder `root`.
@@ -82,7 +74,7 @@ _ARCHIVES: Mapping[Edition, Mapping[Part, CocoArchive]] = {
 
 
 def coco_archives(
-    edition: Edition, parts: Sequence[Part] = (), md5s: Mapping[str, str] = MappingProxyType({})
+    edition: Edition, parts: Sequence[Part], md5s: Mapping[str, str] = MappingProxyType({})
 ) -> dict[Part, CocoArchive]:
     """Return the archives of an edition of COCO by part: `train`, `val` and `annotations`.
 

@@ -122,7 +122,7 @@ def download(
         for archive in archives.values():
             download_file(
                 f"{base_url}/{archive.address}",
-                archive.archive_in(root),
+                root / archive.name,
                 checksum=Checksum("md5", archive.md5),
                 remedies=remedies,
                 size=archive.size,
@@ -130,7 +130,7 @@ def download(
                 on_progress=show,
             )
     for archive in archives.values():
-        click.echo(f"{archive.archive_in(root)} is complete; MD5 {archive.md5}")
+        click.echo(f"{root / archive.name} is complete; MD5 {archive.md5}")
     if and_extract:
         _extract(edition, root, parts)
 
@@ -153,8 +153,8 @@ def _extract(edition: Edition, root: Path, parts: tuple[Part, ...]) -> None:
     counts = {}
     with progress_bars() as show:
         for archive in coco_archives(edition, parts).values():
-            folder = archive.folder_in(root)
-            counts[folder] = extract_archive(archive.archive_in(root), folder, show)
+            folder = root / archive.folder
+            counts[folder] = extract_archive(root / archive.name, folder, show)
     for folder, count in counts.items():
         click.echo(f"{folder} is complete; extracted files: {count}")
 

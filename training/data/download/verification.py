@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ....model.download.checksums import Checksum
-from ....model.download.progress import ByteProgress, no_progress
+from ....model.download.progress import ByteProgress
 from ....model.image_decoding import decode_image
 from ....model.image_limits import ImageError
 from ....model.plurals import counted
@@ -40,8 +40,8 @@ def verify_part(
     archive: CocoArchive,
     root: Path,
     *,
-    decode: bool = False,
-    on_progress: ByteProgress = no_progress,
+    decode: bool,
+    on_progress: ByteProgress,
 ) -> list[VerificationResult]:
     """Check a part of COCO, such as `train`: its archive and its extracted folder, if they exist.
 
@@ -61,7 +61,7 @@ def verify_part(
         One result for the archive and one for the folder, if they exist. If neither exists, one
         result with the fault "does not exist".
     """
-    path, folder = archive.archive_in(root), archive.folder_in(root)
+    path, folder = root / archive.name, root / archive.folder
     download = _download_command(edition, part, root)
     results, archive_is_intact = [], False
     if path.exists():
