@@ -1,4 +1,4 @@
-"""Find the files in a folder and its subfolders."""
+"""Files in a folder and its subfolders, and their paths relative to the folder."""
 
 import os
 from collections.abc import Iterator
@@ -21,3 +21,8 @@ def files_below(folder: Path) -> Iterator[Path]:
             paths = (Path(parent, name) for name in subfolders)
             roots += [path for path in paths if path.is_symlink()]
             yield from (Path(parent, name) for name in names)
+
+
+def relative_name(path: Path, folder: Path) -> str:
+    """Return the path of a file relative to a folder, with slashes."""
+    return Path(os.path.relpath(path, folder)).as_posix()

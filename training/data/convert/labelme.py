@@ -20,6 +20,7 @@ from ....model.masks import coco_from_rle, rle_from_mask
 from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError, read_json
 from ..coco.numbers import integer_from
+from ..folders import relative_name
 from ..image_sizes import read_header_size
 from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
 from .polygons import Points, annotation_from_polygons
@@ -158,11 +159,7 @@ def _convert(
         except _InvalidShapeError as error:
             faults.append((f"shapes: {error}", f"{name}:{number}"))
     annotations += [annotation_from_polygons(ids[k[0]], group) for k, group in groups.items()]
-    return ConvertedImage(_relative(image, folder), height, width, annotations, faults)
-
-
-def _relative(path: Path, folder: Path) -> str:
-    return Path(os.path.relpath(path, folder)).as_posix()
+    return ConvertedImage(relative_name(image, folder), height, width, annotations, faults)
 
 
 def _image_of(path: Path, image_path: str, folder: Path) -> Path | None:

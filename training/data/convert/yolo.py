@@ -18,10 +18,11 @@ from ....model.image_limits import ImageError
 from ....model.plurals import counted
 from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError
+from ..folders import relative_name
 from ..image_sizes import read_header_size
 from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
 from .polygons import annotation_from_polygons
-from .yolo_paths import FoundImages, find_images, label_paths, labels_without_image, relative_name
+from .yolo_paths import FoundImages, find_images, label_paths, labels_without_image
 
 logger = logging.getLogger(__name__)
 

@@ -116,8 +116,3 @@ def label_paths(image: Path) -> list[Path]:
         if parts[index].lower() == "images"
     ]
     return [*paths, file, image.parent / "labels" / file.name]
-
-
-def relative_name(path: Path, folder: Path) -> str:
-    """Return the path of a file relative to a folder, with slashes, for messages."""
-    return Path(os.path.relpath(path, folder)).as_posix()
