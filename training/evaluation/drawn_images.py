@@ -9,8 +9,8 @@ from typing import Any
 from PIL import Image
 
 from ...model.atomic_files import atomic_write
-from ..data.coco.dataset import CocoDataset, ImageRecord
-from ..data.inspect.sample_grid import GridSample, draw_samples
+from ..data.coco.dataset import CocoDataset
+from ..data.inspect.sample_grid import compared_samples, draw_samples
 from .matching import DEFAULT_THRESHOLD, matched_images
 
 
@@ -38,13 +38,8 @@ def draw_detections(
     """
     samples = []
     for image in matched_images(dataset, results):
-        record = image.record
         shown = tuple(compress(image.detections, image.scores >= DEFAULT_THRESHOLD))
-        detected = ImageRecord(record.id, record.path, record.height, record.width, shown)
-        samples += [
-            GridSample(record, dataset.categories, title="annotated"),
-            GridSample(detected, dataset.categories, title=title),
-        ]
+        samples += compared_samples(image.record, shown, dataset.categories, title)
     draw_samples(samples, path)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...model.bundle.manifest import Category
 from ..data.coco.annotations import Instance
 from ..data.coco.dataset import ImageRecord
-from ..data.inspect.sample_grid import GridSample, draw_samples
+from ..data.inspect.sample_grid import compared_samples, draw_samples
 from .matching import MatchedImage
 
 # Maximum number of images, each drawn with ground truth and with detections.
@@ -29,7 +29,7 @@ class ImageErrors(NamedTuple):
 
 def draw_worst_images(
     images: Iterable[MatchedImage],
-    categories: Sequence[Category],
+    categories: tuple[Category, ...],
     thresholds: Sequence[float],
     path: Path,
 ) -> bool:
@@ -46,14 +46,8 @@ def draw_worst_images(
     errors.sort(key=lambda entry: -(entry.missed + entry.wrong))
     samples = []
     for record, detections, missed, wrong in errors[:_MAX_IMAGES]:
-        detected = ImageRecord(record.id, record.path, record.height, record.width, detections)
-        samples += [
-            GridSample(image, tuple(categories), title=title)
-            for title, image in (
-                ("annotated", record),
-                (f"detected: {missed} missed, {wrong} wrong", detected),
-            )
-        ]
+        title = f"detected: {missed} missed, {wrong} wrong"
+        samples += compared_samples(record, detections, categories, title)
     if samples:
         draw_samples(samples, path)
     return bool(samples)

@@ -5,6 +5,7 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,6 +85,19 @@ def choose_samples(
     ]
     order = rng.permutation(len(pool))[: count - len(suspicious)]
     return [*suspicious, *(GridSample(*pool[n]) for n in order)]
+
+
+def compared_samples(
+    record: ImageRecord,
+    detections: tuple[Instance, ...],
+    categories: tuple[Category, ...],
+    title: str,
+) -> list[GridSample]:
+    """Return two samples of an image: with its ground truth, and with detections and a title."""
+    return [
+        GridSample(record, categories, title="annotated"),
+        GridSample(replace(record, instances=detections), categories, title=title),
+    ]
 
 
 def draw_samples(samples: Sequence[GridSample], path: Path) -> None:
