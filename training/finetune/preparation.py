@@ -22,7 +22,7 @@ from ..config import ConfigError, TrainConfig, check_length
 from ..data.coco.categories import check_categories
 from ..data.coco.dataset import CocoDataset, DataError, ImageRecord, summary_of
 from ..data.convert.layouts import DataLayout, recognize_layout
-from ..data.inspect.file_checks import misfit_files
+from ..data.inspect.file_checks import misfit_files, read_headers
 from ..distributed import Worker
 from ..run_folder import RunFolder
 from .initial_weights import DEFAULT_WEIGHTS, initial_checkpoint
@@ -113,7 +113,7 @@ class Finetuning:
         table.add_column("value", overflow="fold")
         table.add_column("because")
         for key in _SHOWN:
-            value = text_from_value(_plain(attrgetter(key)(self.config)))
+            value = text_from_value(attrgetter(key)(self.config))
             table.add_row(key, Text(value), Text(self.reasons.get(key, "")))
         return table
 
@@ -232,7 +232,8 @@ def _usable_records(
     Raises:
         DataError: No file is usable.
     """
-    misfits = {misfit.record.id: misfit.subject for misfit in misfit_files(records)}
+    found = misfit_files(records, read_headers(records))
+    misfits = {misfit.record.id: misfit.subject for misfit in found}
     usable = [record for record in records if record.id not in misfits]
     if not usable:
         first = next(iter(misfits.values()))
@@ -255,10 +256,6 @@ def _config(values: dict[str, Any], overrides: Sequence[str]) -> TrainConfig:
         raise ConfigError(validation_message(error, TrainConfig)) from None
     check_length(config, overrides)
     return config
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
 
 
 @contextmanager

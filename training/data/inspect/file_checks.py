@@ -81,14 +81,14 @@ def read_headers(records: Sequence[ImageRecord]) -> list[HeaderSize | ImageError
 
 
 def misfit_files(
-    records: Sequence[ImageRecord], headers: Sequence[HeaderSize | ImageError] | None = None
+    records: Sequence[ImageRecord], headers: Sequence[HeaderSize | ImageError]
 ) -> list[Suspicion]:
     """Find image files whose header is an error, or states another size than annotated.
 
-    `headers` is the result of `read_headers`. None: the headers are read now.
+    `headers` is the result of `read_headers`.
     """
     misfits = []
-    for record, header in zip(records, headers or read_headers(records), strict=True):
+    for record, header in zip(records, headers, strict=True):
         if isinstance(header, ImageError):
             misfits.append(Suspicion("invalid image file", record, detail=str(header)))
         elif (record.height, record.width) not in (header.stored, header.upright):

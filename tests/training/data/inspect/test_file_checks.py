@@ -27,7 +27,7 @@ def records(tmp_path: Path) -> tuple[ImageRecord, ...]:
 def test_valid_files_are_not_suspicious(tmp_path: Path, records: tuple[ImageRecord, ...]) -> None:
     assert suspicious_files(records) == []
     assert undecodable_files(records) == []
-    assert misfit_files(records) == []
+    assert misfit_files(records, read_headers(records)) == []
     assert unlisted_files([tmp_path], [record.path for record in records]) == []
 
 
@@ -72,7 +72,7 @@ def test_pipes_are_named_instead_of_read(tmp_path: Path, records: tuple[ImageRec
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
     assert suspicious_files(records) == []
-    for found in (misfit_files(records), undecodable_files(records)):
+    for found in (misfit_files(records, read_headers(records)), undecodable_files(records)):
         assert [s.record.path.name for s in found] == ["5.jpg", "8.jpg"]
         assert all("pipe" in s.detail for s in found)
 
@@ -98,7 +98,7 @@ def test_headers_of_another_size_than_annotated_or_allowed_are_named(
     thin = replace(records[0], path=tmp_path / "thin.png", height=7)
     Image.new("L", (thin.width, thin.height)).save(thin.path)
     records = (*records, thin)
-    found = {s.record.path.name: s.detail for s in misfit_files(records)}
+    found = {s.record.path.name: s.detail for s in misfit_files(records, read_headers(records))}
     assert set(found) == {"2.png", "5.jpg", "8.jpg", "11.jpg", "thin.png"}
     assert found["5.jpg"] == f"{HEIGHT - 3}x{WIDTH} pixels, but annotated as {HEIGHT}x{WIDTH}"
     assert "not a JPEG" in found["11.jpg"]
