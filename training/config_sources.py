@@ -35,9 +35,7 @@ def preset_text(name: str) -> str:
     return (resources.files(__package__) / "presets" / f"{name}.yaml").read_text()
 
 
-def read_values(
-    source: str, overrides: Sequence[str] = (), sections: Values | None = None
-) -> Values:
+def read_values(source: str, overrides: Sequence[str], sections: Values | None) -> Values:
     """Read the values of a preset or YAML file and of its base, and apply overrides.
 
     The key `base` is the name of a preset, or the path of a YAML file relative to the file with

@@ -35,7 +35,7 @@ class TrainingLoop:
         folder: RunFolder,
         identity: dict[str, Any],
         progress: Progress,
-        last: Checkpoint | None = None,
+        last: Checkpoint | None,
     ) -> None:
         """Create the training data loader and read the validation set.
 

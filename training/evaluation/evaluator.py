@@ -174,7 +174,7 @@ def validation_losses(
     model: MaskRCNN,
     batches: Iterable[Batch | EncodedBatch],
     worker: Worker,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | None,
 ) -> dict[str, float]:
     """Return the mean losses of a model in evaluation mode over the batches of all ranks.
 

@@ -5,7 +5,7 @@ import json
 import logging
 import reprlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -125,16 +125,12 @@ class CocoDataset:
     def __len__(self) -> int:
         return len(self.records)
 
-    def ground_truth(self, image_ids: Iterable[int] | None = None) -> dict[str, Any]:
-        """Return the valid annotations as the content of a COCO annotation file.
+    def ground_truth(self, image_ids: Collection[int]) -> dict[str, Any]:
+        """Return the valid annotations of some images as the content of a COCO annotation file.
 
         Annotations get new ids, from 1. Images and categories keep their ids.
-
-        Args:
-            image_ids: Ids of the images to include. None: all images.
         """
-        chosen = set(image_ids) if image_ids is not None else {r.id for r in self.records}
-        records = [record for record in self.records if record.id in chosen]
+        records = [record for record in self.records if record.id in image_ids]
         pairs = [(record, instance) for record in records for instance in record.instances]
         return {
             "info": {},

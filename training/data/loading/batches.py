@@ -134,8 +134,8 @@ def batch_from_samples(
     bucket: ShapeBucket,
     *,
     targets: bool,
-    mask_crop_size: int | None = None,
-    skipped: Sequence[str] = (),
+    mask_crop_size: int | None,
+    skipped: Sequence[str],
 ) -> Batch | EncodedBatch:
     """Pad samples to a shape bucket (input size) and stack them.
 

@@ -139,7 +139,7 @@ class TrainSampler(Sampler[BatchPlan]):
         batches: GlobalBatches,
         iterations: range,
         *,
-        parts: int = 1,
+        parts: int,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -162,7 +162,7 @@ class TrainSampler(Sampler[BatchPlan]):
 
 
 def eval_plans(
-    buckets: Sequence[int], images_per_batch: int, *, rank: int = 0, world_size: int = 1
+    buckets: Sequence[int], images_per_batch: int, *, rank: int, world_size: int
 ) -> list[BatchPlan]:
     """Return one rank's evaluation batches. Each image is in a batch of exactly one rank.
 

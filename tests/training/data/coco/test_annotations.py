@@ -138,7 +138,7 @@ def test_other_spellings_of_a_valid_annotation_mean_the_same(
     content = valid_content()
     content["annotations"] = [annotation(77, 5), {**annotation(78, 5), **changes}]
     dataset = CocoDataset(write_folder(tmp_path, content), on_broken="refuse")
-    first, second = ({**entry, "id": 0} for entry in dataset.ground_truth([5])["annotations"])
+    first, second = ({**entry, "id": 0} for entry in dataset.ground_truth({5})["annotations"])
     assert first == second
     assert not dataset.repairs
 
@@ -157,6 +157,6 @@ def test_polygons_with_absurd_coordinates_do_not_reach_pycocotools(tmp_path: Pat
         annotation(n, 5, segmentation=[[10, 20, x, 20, 40, 60], [10, 20, 40, 20, 40, 60]])
         for n, x in enumerate((1e300, -1e300, 2147483647, -2147483648, 1599, 1601))
     ]
-    truth = CocoDataset(write_folder(tmp_path, content)).ground_truth()
+    truth = CocoDataset(write_folder(tmp_path, content)).ground_truth({5})
     rings = [len(entry["segmentation"]) for entry in truth["annotations"]]
     assert rings == [1, 1, 1, 1, 2, 1]

@@ -36,7 +36,7 @@ def test_masks_equal_those_of_pycocotools(tmp_path: Path) -> None:
 def test_ground_truth_is_the_file_with_new_annotation_ids(tmp_path: Path) -> None:
     content = valid_content()
     dataset = CocoDataset(write_folder(tmp_path, content))
-    truth = dataset.ground_truth()
+    truth = dataset.ground_truth({2, 5, 8, 9, 11})
     key = {"key": lambda entry: (entry["image_id"], entry["bbox"], entry["iscrowd"])}
     assert [a["id"] for a in truth["annotations"]] == [1, 2, 3, 4, 5, 6, 7]
     for ours, theirs in zip(
@@ -45,7 +45,7 @@ def test_ground_truth_is_the_file_with_new_annotation_ids(tmp_path: Path) -> Non
         for name in ("image_id", "category_id", "bbox", "iscrowd"):
             assert ours[name] == theirs[name]
         assert ours["area"] == theirs.get("area", 1200)
-    some = dataset.ground_truth([8, 11])
+    some = dataset.ground_truth({8, 11})
     assert [image["id"] for image in some["images"]] == [8, 11]
     assert {a["image_id"] for a in some["annotations"]} == {8}
 
