@@ -112,9 +112,11 @@ def recognize_layout(path: Path) -> DataLayout:
     }
     if files:
         return DataLayout("COCO", _splits_beside_images(path, files))
+    # Archives often contain a single folder with the data set inside, so look there. Beside it,
+    # there may be the default folder for training runs.
     folders = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))]
+    folders = [folder for folder in folders if folder.name != "runs"]
     if len(folders) == 1:
-        # Archives often contain a single folder with the data set inside, so look there.
         return recognize_layout(folders[0])
     raise DataError(
         f"{path} has none of the known layouts: COCO (annotations/instances_*.json), Roboflow "

@@ -142,6 +142,7 @@ def test_unreadable_images_of_yolo_are_not_unlisted(tmp_path: Path) -> None:
 def test_a_folder_around_the_data_set_is_skipped(tmp_path: Path) -> None:
     WRITERS["Roboflow"](tmp_path / "download" / "parts", TRAIN, VAL)
     (tmp_path / "download" / "README.txt").touch()
+    (tmp_path / "runs").mkdir()
     assert set(recognize_layout(tmp_path).splits) == {"train", "valid"}
 
 
