@@ -19,7 +19,9 @@ _PLOTS: Mapping[str, Sequence[str]] = {
 
 def draw_curves(folder: Path) -> Path:
     """Plot the values in `folder/metrics.jsonl` over the iterations. Return the PNG file's path."""
-    lines = (folder / METRICS_FILE).read_text().splitlines()
+    metrics = folder / METRICS_FILE
+    # The file is missing if only the final checkpoint of a run was copied.
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
     # Skip damaged lines, which a run writes if the disk is full.
     entries = [values for line in lines if (values := metrics_from_line(line))]
     figure = Figure(figsize=(5 * len(_PLOTS), 4), layout="constrained")

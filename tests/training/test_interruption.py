@@ -178,8 +178,10 @@ def test_a_failing_tensorboard_does_not_end_the_run(
     assert threading.excepthook is before
 
 
-def test_curves_leave_out_a_damaged_line(tiny: LoadTiny, tmp_path: Path) -> None:
+def test_curves_leave_out_damaged_and_missing_metrics(tiny: LoadTiny, tmp_path: Path) -> None:
     run_training(tiny("log_period=1"))
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"iteration": 3, "lo')
+    assert draw_curves(tmp_path).is_file()
+    (tmp_path / METRICS_FILE).unlink()
     assert draw_curves(tmp_path).is_file()
