@@ -153,7 +153,7 @@ def _unlisted_in(splits: Iterable[LoadedSplit]) -> list[Path]:
         for reason, names in dataset.faults.items():
             if reason.startswith("images:"):
                 # Names are relative to the image folder or, in YOLO, to the YAML file's folder.
-                parents = config.images, config.annotations.parent
+                parents = config.images, config.annotations.parent.absolute()
                 listed |= {parent / name for parent in parents for name in names}
     return unlisted_files(folders, listed)
 
