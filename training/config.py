@@ -17,9 +17,6 @@ from .devices import DeviceField, number_of_processes
 from .solver_config import SolverConfig
 from .transforms_config import Transform, check_order
 
-# File in `output_dir` with the configuration of a run.
-CONFIG_FILE = "config.yaml"
-
 
 class ConfigError(Exception):
     """Invalid configuration: bad key or value, or conflict with data, machine or earlier run."""

@@ -14,6 +14,9 @@ from ..model.config.overrides import with_overrides
 from ..model.config.strict_yaml import value_from_yaml
 from ..model.shell_commands import shell_path
 
+# File in `output_dir` with the configuration of a run.
+CONFIG_FILE = "config.yaml"
+
 # Nested mapping from configuration keys to values, as parsed from YAML.
 Values = dict[str, Any]
 
@@ -83,10 +86,10 @@ def _read(source: str, path: Path) -> Values:
     elif path.is_file():
         text = path.read_bytes()
     elif path.is_dir():
-        raise SourceError(
-            f"'{path}' is a folder, neither a file nor a preset; to train on the data set in it, "
-            f"run `maskrcnn train finetune {shell_path(path)}`"
-        )
+        remedy = f"to train on the data set in it, run `maskrcnn train finetune {shell_path(path)}`"
+        if (path / CONFIG_FILE).is_file():
+            remedy = f"give the configuration file of the run in it, {path / CONFIG_FILE}"
+        raise SourceError(f"'{path}' is a folder, neither a file nor a preset; {remedy}")
     else:
         close = difflib.get_close_matches(source, presets(), n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""

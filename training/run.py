@@ -8,7 +8,8 @@ from pathlib import Path
 from ..model.checkpoint import Checkpoint
 from ..model.config.reference import text_from_value
 from .classes import set_classes_from_dataset
-from .config import CONFIG_FILE, ConfigError, TrainConfig, yaml_from_config
+from .config import ConfigError, TrainConfig, yaml_from_config
+from .config_sources import CONFIG_FILE
 from .data.coco.training_set import load_training_set
 from .devices import processes_to_start
 from .distributed import Worker, worker

@@ -139,10 +139,10 @@ def test_errors_name_the_file_and_its_fault(tmp_path: Path, text: str) -> None:
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("source", ["quik", "missing.yaml"])
-def test_errors_for_unknown_sources_list_the_presets(source: str) -> None:
-    with pytest.raises(ConfigError, match=r"neither a file nor a preset.*; presets: .*quick"):
-        load_config(source)
+def test_the_folder_of_a_run_is_answered_with_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"is a folder.*; give .* run in it, .*config\.yaml"):
+        load_config(str(tmp_path))
 
 
 def test_a_base_is_overlaid_section_by_section(tmp_path: Path) -> None:

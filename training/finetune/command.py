@@ -43,7 +43,8 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     given = given_values(data, overrides)
     output = output_folder(data, given)
 
-    from ..config import CONFIG_FILE, load_config
+    from ..config import load_config
+    from ..config_sources import CONFIG_FILE
     from ..devices import device_from
     from ..launcher import launch_processes
     from ..run_folder import RunFolder
