@@ -18,6 +18,7 @@ from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
 from maskrcnn_trt.training.config import TrainConfig, load_config
 from maskrcnn_trt.training.distributed import worker
 from maskrcnn_trt.training.evaluation.config import load_evaluation_config
+from maskrcnn_trt.training.launcher import rank_environment
 from maskrcnn_trt.training.run import evaluate_checkpoint, run_training
 
 CLASSES = ("circle", "ring", "star")
@@ -124,13 +125,7 @@ def run_in_two_processes(folder: Path, *args: str) -> tuple[list[int | None], st
 
 
 def _run_rank(rank: int, port: int, args: tuple[str, ...], threads: int, folder: Path) -> None:
-    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    address = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-    }
-    os.environ.update({name: str(value) for name, value in {**values, **address}.items()})
+    os.environ.update(rank_environment(rank, 2, port))
     # The number of threads determines the order of sums, and thus the last bits of results.
     torch.set_num_threads(threads)
     for stream in (sys.stdout, sys.stderr):
