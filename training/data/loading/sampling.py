@@ -140,8 +140,8 @@ class TrainSampler(Sampler[BatchPlan]):
         iterations: range,
         *,
         parts: int,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int,
+        world_size: int,
     ) -> None:
         self._batches = batches
         self._iterations = iterations

@@ -72,12 +72,6 @@ def test_ranks_and_parts_cut_the_same_global_batches(world_size: int, parts: int
         assert {s.iteration for s in slices} == {iteration}
 
 
-def test_resumed_sampler_continues_as_if_uninterrupted() -> None:
-    batches = GlobalBatches(BUCKETS, images_per_batch=4, seed=3)
-    whole = list(TrainSampler(batches, range(20), parts=2))
-    assert list(TrainSampler(batches, range(13, 20), parts=2)) == whole[26:]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 20])
 def test_evaluation_takes_every_image_once(world_size: int) -> None:
     plans = [
