@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import logging
 import os
 import signal
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +17,8 @@ from numpy.typing import NDArray
 
 from ..config import EvaluatorName
 from ..garbage_collection import no_garbage_collection
+
+logger = logging.getLogger(__name__)
 
 # "bbox": IoU of boxes. "segm": IoU of masks.
 IouType = Literal["bbox", "segm"]
@@ -133,12 +137,19 @@ def _class_curves(tasks: list[_ClassTask]) -> Iterable[Curves]:
     processes = min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
     if processes == 1 or sum(len(task.detections) for task in tasks) < _PARALLEL_FROM:
         return map(_curves_of_class, tasks)
-    # Use processes, because threads would wait for the GIL. Forked processes inherit the tasks and
-    # use no GPU.
-    with ProcessPoolExecutor(
-        processes, get_context("fork"), initializer=_initialise_process, initargs=(tasks,)
-    ) as pool:
-        return list(pool.map(_curves_of_inherited_task, range(len(tasks))))
+    try:
+        # Use processes, because threads would wait for the GIL. Forked processes inherit the tasks
+        # and use no GPU.
+        with ProcessPoolExecutor(
+            processes, get_context("fork"), initializer=_initialise_process, initargs=(tasks,)
+        ) as pool:
+            return list(pool.map(_curves_of_inherited_task, range(len(tasks))))
+    except BrokenProcessPool:
+        logger.warning(
+            "a process that computes metrics was killed, probably because memory ran out; the "
+            "metrics are now computed in one process, which is slower"
+        )
+        return map(_curves_of_class, tasks)
 
 
 # Tasks of the forked processes; empty in the main process. Inheriting them saves a copy of all
