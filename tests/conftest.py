@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared_exports import cached_graphs, folder_of_run, made_once
+from shared_exports import cached_exports, folder_of_run, made_once
 
 import maskrcnn_trt  # noqa: F401, before onnxruntime, to disable its telemetry
 
 # Fixtures that export a bundle, which takes ten seconds or more.
 BUNDLES = frozenset(
-    {"bundle", "torch_bundle", "half_bundle", "quantized", "exported_graphs", "precise_bundle"}
+    {"bundle", "torch_bundle", "half_bundle", "quantized", "reused_exports", "precise_bundle"}
 )
 
 
@@ -141,9 +141,9 @@ def half_bundle(tiny_checkpoint: Path, shared_folder: Path) -> Path:
 
 
 @pytest.fixture
-def exported_graphs(shared_folder: Path) -> Iterator[None]:
-    """Make exports in the test reuse ONNX graphs that this test run has exported already."""
-    with cached_graphs(shared_folder):
+def reused_exports(shared_folder: Path) -> Iterator[None]:
+    """Make exports in the test reuse models that this test run has exported already."""
+    with cached_exports(shared_folder):
         yield
 
 
@@ -151,5 +151,5 @@ def exported(checkpoint: Path, path: Path, **options: Any) -> Path:
     """Return the bundle at `path` in the shared folder. If it does not exist, export it."""
     from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 
-    with cached_graphs(path.parent):
+    with cached_exports(path.parent):
         return made_once(path, lambda path: bundle_from_checkpoint(checkpoint, path, **options))

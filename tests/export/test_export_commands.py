@@ -21,7 +21,7 @@ export = partial(invoke, commands.export)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("exported_graphs")
+@pytest.mark.usefixtures("reused_exports")
 def test_export_writes_and_verifies_the_requested_files(
     strict_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -173,7 +173,7 @@ needs_rtx = pytest.mark.skipif(
 
 @needs_rtx
 @pytest.mark.slow
-@pytest.mark.usefixtures("exported_graphs")
+@pytest.mark.usefixtures("reused_exports")
 def test_engines_are_written_beside_their_onnx_files(
     tiny_checkpoint: Path, half_bundle: Path, tmp_path: Path
 ) -> None:
@@ -208,7 +208,7 @@ def test_engines_are_written_beside_their_onnx_files(
 
 @pytest.mark.slow
 @needs_rtx
-@pytest.mark.usefixtures("exported_graphs")
+@pytest.mark.usefixtures("reused_exports")
 def test_failed_engine_build_keeps_the_older_bundle(
     tiny_checkpoint: Path, bundle: Path, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from shared_exports import cached_graphs
+from shared_exports import cached_exports
 from small_models import assert_same
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def model(strict_checkpoint: Path) -> MaskRCNN:
 
 @pytest.fixture(scope="module")
 def proto(model: MaskRCNN, shared_folder: Path) -> onnx.ModelProto:
-    with cached_graphs(shared_folder):
+    with cached_exports(shared_folder):
         return bundle.onnx_from_model(model, BUCKET, torch.float32)
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import numpy_helper
 from PIL import Image
-from shared_exports import cached_graphs
+from shared_exports import cached_exports
 from torch import Tensor
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
@@ -49,7 +49,7 @@ def quantized(
 ) -> Path:
     """Bundle in fp32 and int8."""
     folder = tmp_path_factory.mktemp("quantized") / "bundle"
-    with cached_graphs(shared_folder):
+    with cached_exports(shared_folder):
         bundle_from_checkpoint(
             tiny_checkpoint, folder, precisions=("fp32", "int8"), buckets=[ShapeBucket(96, 160)],
             calibration=images,

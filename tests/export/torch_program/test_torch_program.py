@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from shared_exports import cached_graphs
+from shared_exports import cached_exports
 from torch.export import ExportedProgram
 from torch.nn import functional as F
 
@@ -44,7 +44,7 @@ def programs(
 ) -> Path:
     """Bundle of the tiny model with programs in tf32 and bf16 for inputs of 96x160."""
     path = tmp_path_factory.mktemp("programs") / "bundle"
-    with cached_graphs(shared_folder):
+    with cached_exports(shared_folder):
         bundle_from_checkpoint(
             tiny_checkpoint, path, precisions=("tf32", "bf16"), buckets=[BUCKET], with_programs=True
         )

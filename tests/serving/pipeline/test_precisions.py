@@ -17,7 +17,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from numpy.typing import NDArray
 from scraped_metrics import Metrics, metrics_from_log
 from server_load import server_process, wait_until, worker_pids
-from shared_exports import cached_graphs
+from shared_exports import cached_exports
 from triton_requests import MODEL, images_of
 from tritonclient.grpc import InferenceServerClient, InferResult
 from tritonclient.grpc import aio as triton_aio
@@ -54,7 +54,7 @@ def precise_bundle(
     """Bundle of the tiny model in three precisions; fp32 and TF32 share one graph."""
     path = tmp_path_factory.mktemp("bundles") / "precise"
     words = [str(tiny_checkpoint), "-o", str(path), "--precision", "fp32", "tf32", "fp16"]
-    with cached_graphs(shared_folder):
+    with cached_exports(shared_folder):
         result = CliRunner().invoke(export, [*words, "--shape", "96x160"])
     assert result.exit_code == 0, result.output
     assert len(list(path.glob("*.onnx"))) == 2
