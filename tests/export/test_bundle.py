@@ -24,15 +24,17 @@ def test_bundle_has_the_files_of_its_manifest(bundle: Path) -> None:
 
 
 @pytest.mark.slow
-def test_polygraphy_finds_no_fault(bundle: Path, half_bundle: Path, tmp_path: Path) -> None:
-    """NVIDIA's linter runs every subgraph in ONNX Runtime, our nodes by their function bodies."""
-    paths = [folder / read_manifest(folder).artifacts[0].path for folder in (bundle, half_bundle)]
+def test_polygraphy_finds_no_fault(half_bundle: Path, tmp_path: Path) -> None:
+    """NVIDIA's linter runs every subgraph in ONNX Runtime, our nodes by their function bodies.
+
+    The fp16 graph has the nodes of the fp32 graph, and conversions between the two types.
+    """
+    path = half_bundle / read_manifest(half_bundle).artifacts[0].path
     polygraphy, report = Path(sys.executable).with_name("polygraphy"), tmp_path / "report.json"
-    for path in paths:
-        command = (polygraphy, "check", "lint", path, "--output", report)
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stdout
-        assert json.loads(report.read_text())["lint_entries"] == []
+    command = (polygraphy, "check", "lint", path, "--output", report)
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert json.loads(report.read_text())["lint_entries"] == []
 
 
 @pytest.mark.usefixtures("quick_graphs")
