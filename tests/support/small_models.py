@@ -1,13 +1,20 @@
 """Small models with any backbone, which detect objects although their weights are random."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torchvision.models import resnet
 
 from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
 from maskrcnn_trt.model.targets import Targets
 
 HEIGHT, WIDTH = 64, 96
+
+# Replacement of torchvision's function `resnet50` with 5 instead of 16 blocks, for quicker exports.
+# C5 features need bottleneck blocks, which resnet10 does not have.
+SHORT_RESNET50 = partial(resnet.ResNet, resnet.Bottleneck, [1, 1, 1, 2])
 
 # Arguments `changes` of `small_config` for the conventions of other implementations.
 CONVENTIONS: dict[str, dict[str, object]] = {

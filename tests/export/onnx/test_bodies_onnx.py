@@ -11,12 +11,14 @@ from PIL import Image
 from small_models import (
     CONVENTIONS,
     HEIGHT,
+    SHORT_RESNET50,
     WIDTH,
     assert_same,
     noise_images,
     random_model,
     small_config,
 )
+from torchvision.models import resnet
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 from maskrcnn_trt.export.onnx.export import onnx_from_model
@@ -37,13 +39,16 @@ DETECTRON2_V2_HEADS = {
 CASES = {
     "R-10-FPN with detectron2's V2 heads": ("resnet10", "fpn", "gn", DETECTRON2_V2_HEADS),
     "R-10-C4 of maskrcnn-benchmark": ("resnet10", "c4", "bn", LEGACY),
-    "R-50-C5 of detectron2": ("resnet50", "c5", "frozen_bn", DETECTRON2),
+    "C5 of detectron2": ("resnet50", "c5", "frozen_bn", DETECTRON2),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_runtime_reproduces_the_model_for_every_body(case: str) -> None:
+def test_runtime_reproduces_the_model_for_every_body(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resnet, "resnet50", SHORT_RESNET50)
     name, features, norm, changes = CASES[case]
     config = small_config(name, features, norm, **changes)
     model = random_model(config).eval()

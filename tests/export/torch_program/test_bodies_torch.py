@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from small_models import HEIGHT, WIDTH, noise_images, random_model, small_config
+from small_models import (
+    HEIGHT,
+    SHORT_RESNET50,
+    WIDTH,
+    noise_images,
+    random_model,
+    small_config,
+)
+from torchvision.models import resnet
 
 from maskrcnn_trt.export.onnx.precision import fold_batch_norms, halve
 from maskrcnn_trt.export.torch_program.fused_modules import optimize_for_gpu
@@ -33,8 +41,12 @@ def test_stem_in_16_bits_keeps_its_norm(norm: str) -> None:
      ("c4", "frozen_bn", {}), ("c5", "bn", {})],
 )  # fmt: skip
 def test_program_reproduces_the_model_for_every_body(
-    features: str, norm: str, changes: dict[str, dict[str, object]]
+    features: str,
+    norm: str,
+    changes: dict[str, dict[str, object]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(resnet, "resnet50", SHORT_RESNET50)
     name = "resnet50" if features == "c5" else "resnet10"
     model = random_model(small_config(name, features, norm, **changes)).eval()
     images, image_sizes = noise_images()
