@@ -69,6 +69,8 @@ _COMMANDS = {
 # because importing their modules would slow down every command.
 _USER_ERRORS = frozenset(
     {
+        "maskrcnn_trt.benchmarks.common.processes.ProcessError",
+        "maskrcnn_trt.benchmarks.infer.measure.MeasurementError",
         "maskrcnn_trt.benchmarks.serve.results.NoAnswerError",
         "maskrcnn_trt.benchmarks.serve.measure.ServerStartError",
         "maskrcnn_trt.export.errors.EngineError",

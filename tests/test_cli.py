@@ -13,6 +13,8 @@ import pytest
 from command_line import run_main
 
 from maskrcnn_trt import cli
+from maskrcnn_trt.benchmarks.common.processes import ProcessError
+from maskrcnn_trt.benchmarks.infer.measure import MeasurementError
 
 COMMANDS = (
     "quickstart", "data", "config", "weights", "train", "eval", "export", "engine", "serve",
@@ -106,6 +108,12 @@ def test_inaccessible_file_is_named(call, probe, tmp_path: Path):
     path = tmp_path / "absent" / "file"
     probe(lambda: path.write_text(""))
     assert call("probe") == (1, "", f"Error: {path}: No such file or directory\n")
+
+
+@pytest.mark.parametrize("kind", [ProcessError, MeasurementError])
+def test_failed_benchmarks_have_no_traceback(call, probe, kind: type[Exception]):
+    probe(raising(kind("memory ran out")))
+    assert call("probe") == (1, "", "Error: memory ran out\n")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), ModuleNotFoundError("x", name="x")])
