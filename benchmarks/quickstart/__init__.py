@@ -128,14 +128,19 @@ def _prepare_folder(output: Path) -> None:
     Raises:
         QuickstartError: the folder holds files, but not the marker file.
     """
-    if output.exists() and any(output.iterdir()):
-        if not (output / _MARKER).exists():
-            raise QuickstartError(
-                f"{output} holds files that no quickstart wrote; choose another folder with -o"
-            )
-        shutil.rmtree(output)
     output.mkdir(parents=True, exist_ok=True)
+    older = list(output.iterdir())
+    if older and output / _MARKER not in older:
+        raise QuickstartError(
+            f"{output} holds files that no quickstart wrote; choose another folder with -o"
+        )
     (output / _MARKER).touch()
+    # The folder itself stays, because it can be a link, a mount point or the current folder.
+    for path in older:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _MARKER:
+            path.unlink()
 
 
 def _configure(
@@ -154,14 +159,13 @@ def _configure(
         seed=seed,
         classes=_CLASSES,
     )
-    overrides = [
-        f"output_dir={output / 'train'}",
-        f"seed={seed}",
-        f"evaluation.draw_images={_DRAWN_IMAGES}",
-    ]
+    paths = {"output_dir": output / "train"}
     for split in ("train", "val"):
-        overrides.append(f"data.{split}.images={data / split}")
-        overrides.append(f"data.{split}.annotations={data / 'annotations' / f'{split}.json'}")
+        paths[f"data.{split}.images"] = data / split
+        paths[f"data.{split}.annotations"] = data / "annotations" / f"{split}.json"
+    # The values of overrides are YAML, in which a path in quotes can have any characters.
+    overrides = [f"{key}={json.dumps(str(path))}" for key, path in paths.items()]
+    overrides += [f"seed={seed}", f"evaluation.draw_images={_DRAWN_IMAGES}"]
     if iterations is not None:
         overrides.append(f"solver.max_iterations={iterations}")
     return synthetic, load_config("quick", overrides)

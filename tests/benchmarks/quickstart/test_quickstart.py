@@ -23,6 +23,27 @@ def test_folder_with_other_files_is_not_changed(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
+def test_older_quickstart_is_removed_from_a_linked_and_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "link", "."):
+        package._prepare_folder(Path(name))
+        assert [path.name for path in folder.iterdir()] == [".quickstart"]
+        (folder / "data").mkdir()
+        (folder / "progress.png").symlink_to("data")
+        monkeypatch.chdir(folder if name == "link" else tmp_path)
+
+
+def test_output_folder_has_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "it's: [1] #2"
+    _, settings = package._configure(folder, 0, 16, None)
+    assert settings.output_dir == folder / "train"
+    assert settings.data.train.images == folder / "data" / "train"
+
+
 @pytest.mark.slow
 def test_all_steps_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "_BENCH_SECONDS", 0.5)
