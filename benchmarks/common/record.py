@@ -251,9 +251,19 @@ def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 def _commit() -> str:
     """Return the Git commit of this package's source, or `unknown` outside of a Git checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    source = Path(__file__)
+    commands = (
+        # Fails if Git does not track this file. If the package is installed in the environment of
+        # another project, `describe` alone would return the commit of that project.
+        ("ls-files", "--error-unmatch", source.name),
+        ("describe", "--always", "--dirty"),
+    )
     try:
-        answer = subprocess.run(command, capture_output=True, check=True, text=True, timeout=30)
+        for command in commands:
+            answer = subprocess.run(
+                ["git", "-C", source.parent, *command],
+                capture_output=True, check=True, text=True, timeout=30,
+            )  # fmt: skip
     except (FileNotFoundError, subprocess.SubprocessError):
         return "unknown"
     return answer.stdout.strip()

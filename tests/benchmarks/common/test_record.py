@@ -1,12 +1,14 @@
 """Rendering of a record: terminal, Markdown page, PNG and JSON, for every benchmark."""
 
 import json
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from maskrcnn_trt.benchmarks.common import record as record_module
 from maskrcnn_trt.benchmarks.common.machine import MachineInfo
 from maskrcnn_trt.benchmarks.common.record import (
     PlotGrid,
@@ -96,6 +98,16 @@ def test_terminal_omits_columns_without_information(
     for absent in ("batch", "unused", "Hidden"):
         assert absent not in out
     assert json.loads((tmp_path / "new" / "speed.json").read_text())["extra"]["rate"] == 3.0
+
+
+def test_commit_is_not_that_of_another_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The package can be installed in the environment of a project with a Git repository."""
+    own = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init"], ["commit", "--allow-empty", "--message=a"]):
+        subprocess.run([*own, *command], check=True, capture_output=True)
+    monkeypatch.setattr(record_module, "__file__", str(tmp_path / "record.py"))
+    page = write_record(record(), tmp_path)
+    assert "| commit | unknown |" in page.read_text()
 
 
 @pytest.mark.parametrize(
