@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import numpy_helper
 from PIL import Image
 
@@ -23,6 +24,7 @@ from maskrcnn_trt.model.bundle.manifest import (
 from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.model.image_limits import ImageError
+from maskrcnn_trt.model.mask_rcnn import BatchDetections
 
 
 def test_untouched_bundle_passes(torch_bundle: Path, tiny_checkpoint: Path) -> None:
@@ -93,6 +95,21 @@ def test_changed_weights_fail(
     assert untouched.passed
 
 
+def test_additional_detections_fail(bundle: Path, tiny_checkpoint: Path) -> None:
+    """As if NMS kept a box that overlaps another one of the same class."""
+    manifest = read_manifest(bundle)
+    artifact = manifest.artifacts[0]
+    batches = reference_batches(load_checkpoint(tiny_checkpoint), manifest, [])[artifact.bucket]
+    outputs = [output.numpy().copy() for output in batches[0].expected]
+    few = BatchDetections(torch.full_like(batches[0].expected[0], 3), *batches[0].expected[1:])
+    batch = batches[0]._replace(expected=few)
+    outputs[0][:] = 3
+    assert compare_artifact(artifact, [batch], lambda *_: outputs).passed
+    outputs[0][:] = 4
+    comparison = compare_artifact(artifact, [batch], lambda *_: outputs)
+    assert (comparison.missed, comparison.passed) == (len(batch.images), False)
+
+
 @pytest.mark.parametrize("part", ["boxes", "scores", "masks"])
 def test_one_output_of_nan_fails(
     bundle: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, part: str
@@ -106,7 +123,8 @@ def test_one_output_of_nan_fails(
     assert compare_artifact(artifact, batches, lambda *_: outputs).passed
     outputs[OUTPUT_NAMES.index(part)][0, 0] = np.nan
     comparison = compare_artifact(artifact, batches, lambda *_: outputs)
-    assert (comparison.missed, comparison.passed) == (1, False)
+    assert comparison.missed
+    assert not comparison.passed
     assert np.isnan(getattr(comparison, part))
 
 
