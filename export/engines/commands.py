@@ -56,12 +56,12 @@ def inspect(plan: Path, as_json: bool) -> None:
         table_console().print(_table_of_build(artifact))
     try:
         trt, loaded = load_engine(plan, kind)
+        tensors, layers = inspected_tensors(trt, loaded), inspected_layers(trt, loaded)
     except EngineError as error:
         if artifact is None or not as_json:
             raise
         click.echo(json.dumps(_record(plan, artifact, note=str(error)), indent=2))
         return
-    tensors, layers = inspected_tensors(trt, loaded), inspected_layers(trt, loaded)
     if as_json:
         click.echo(json.dumps(_record(plan, artifact, tensors, layers), indent=2))
         return

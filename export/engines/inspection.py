@@ -75,6 +75,28 @@ def inspected_tensors(trt: Any, engine: Any) -> list[EngineTensor]:
     return tensors
 
 
+def context_of(trt: Any, engine: Any, *strategy: Any) -> Any:
+    """Create an `IExecutionContext` of a loaded engine.
+
+    Args:
+        trt: the module `tensorrt` or `tensorrt_rtx`.
+        engine: an `ICudaEngine`.
+        strategy: an `ExecutionContextAllocationStrategy`, or nothing for TensorRT's default.
+
+    Raises:
+        EngineError: TensorRT cannot create it, for example because the engine has no weights.
+    """
+    with errors_of(trt) as errors:
+        context = engine.create_execution_context(*strategy)
+    if context is None:
+        reason = errors[0] if errors else "it gives no reason"
+        raise EngineError(
+            f"TensorRT cannot prepare the engine for execution: {reason}; if the engine was built "
+            "with --strip-weights, first run `maskrcnn engine refit`"
+        )
+    return context
+
+
 def inspected_layers(trt: Any, engine: Any) -> list[Layer]:
     """Return the layers of a loaded engine.
 
@@ -83,11 +105,11 @@ def inspected_layers(trt: Any, engine: Any) -> list[Layer]:
         engine: an `ICudaEngine`.
 
     Raises:
-        EngineError: the engine was built without detailed profiling verbosity.
+        EngineError: the engine has no weights, or was built without detailed profiling verbosity.
     """
     # The inspector reports formats only if all shapes are known, so set the input shapes in a
     # context. With USER_MANAGED, the context allocates no GPU memory.
-    context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    context = context_of(trt, engine, trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     for tensor in inspected_tensors(trt, engine):
         if tensor.is_input:
             _, best, _ = tensor.profiles[0]

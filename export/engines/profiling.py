@@ -11,7 +11,7 @@ from torch import Tensor
 from ...model.bundle.spec import INPUT_NAMES
 from ...plugins.tensorrt.log import errors_of
 from ..errors import EngineError
-from .inspection import EngineTensor, inspected_tensors
+from .inspection import EngineTensor, context_of, inspected_tensors
 
 # Warm-up runs before the measurement, while libraries load their code and clocks rise.
 _WARM_UP = 5
@@ -30,11 +30,12 @@ def profile_layers(trt: Any, engine: Any, batch: int, runs: int) -> dict[str, fl
         Mean milliseconds per batch by the name of the layer, in execution order.
 
     Raises:
-        EngineError: the engine does not support this batch size, or the runtime fails.
+        EngineError: the engine does not support this batch size or has no weights, or the runtime
+            fails.
     """
     tensors = inspected_tensors(trt, engine)
     number = _profile_for(tensors, batch)
-    context = engine.create_execution_context()
+    context = context_of(trt, engine)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def check(call: Callable[..., bool], *arguments: Any) -> None:

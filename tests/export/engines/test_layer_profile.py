@@ -10,6 +10,7 @@ import torch
 from test_engine_commands import rows_of
 
 from maskrcnn_trt.export.engines.commands import table_of_times
+from maskrcnn_trt.export.engines.inspection import inspected_layers
 from maskrcnn_trt.export.engines.profiling import profile_layers
 from maskrcnn_trt.export.errors import EngineError
 
@@ -116,3 +117,13 @@ def test_errors(trt: Any) -> None:
     engine.fails = True
     with pytest.raises(EngineError, match="no error was logged"):
         profile_layers(trt, engine, 1, 1)
+
+
+def test_engine_without_weights_is_an_error(trt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT then returns None instead of a context."""
+    monkeypatch.setattr(Engine, "create_execution_context", lambda *_: None)
+    with pytest.raises(EngineError, match="maskrcnn engine refit"):
+        profile_layers(trt, Engine(), 1, 1)
+    trt.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED=2)
+    with pytest.raises(EngineError, match="maskrcnn engine refit"):
+        inspected_layers(trt, Engine())
