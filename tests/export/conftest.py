@@ -2,6 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx
+import onnx.parser
 import pytest
 import torch
 from shared_exports import made_once
@@ -36,6 +37,19 @@ def strict_checkpoint(
     roi = config.roi.model_copy(update=threshold)
     strict = replace(tiny, model_config=config.model_copy(update={"roi": roi}))
     return made_once(shared_folder / "strict.pth", lambda path: save_checkpoint(path, strict))
+
+
+@pytest.fixture(scope="session")
+def convolution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ONNX file of a single convolution in fp32, for tests that need no complete model."""
+    path = tmp_path_factory.mktemp("convolution") / "model.onnx"
+    text = (
+        '<ir_version: 8, opset_import: ["": 18]>'
+        "one (float[batch, 1, 8, 8] x) => (float[batch, 1, 8, 8] y)"
+        "<float[1, 1, 1, 1] weight = {2.0}> { y = Conv(x, weight) }"
+    )
+    onnx.save(onnx.parser.parse_model(text), path)
+    return path
 
 
 @pytest.fixture

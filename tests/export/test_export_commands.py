@@ -177,11 +177,11 @@ needs_rtx = pytest.mark.skipif(
 def test_engines_are_written_beside_their_onnx_files(
     tiny_checkpoint: Path, half_bundle: Path, tmp_path: Path
 ) -> None:
-    """The export adds to an older bundle and verifies all files on noise."""
+    """The export adds to an older bundle, checks the engines' types, and verifies on noise."""
     bundle = shutil.copytree(half_bundle, tmp_path / "bundle")
     result = export(
         "--engine", "tensorrt-rtx", "--precision", "fp32", "tf32", "--batch", "4", "1",
-        "--shape", "96x160", "--compute-capability", "8.9", "12.0", "--verify",
+        "--shape", "96x160", "--compute-capability", "8.9", "12.0", "--strict", "--verify",
         "-o", bundle, "--", tiny_checkpoint,
     )  # fmt: skip
     assert result.exit_code == 0, result.output

@@ -26,15 +26,17 @@ inspect = partial(invoke, engine_commands.engine, "inspect")
 
 
 @pytest.fixture(scope="module")
-def engine_bundle(half_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy of the fp16 bundle with a TensorRT-RTX engine."""
+def engine_bundle(
+    half_bundle: Path, convolution: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Copy of the fp16 bundle with a TensorRT-RTX engine, which has one convolution."""
     folder = shutil.copytree(half_bundle, tmp_path_factory.mktemp("engines") / "bundle")
     manifest = read_manifest(folder)
     (graph,) = manifest.artifacts
     plan = folder / "model-fp16-96x160.rtx"
     options = EngineOptions(batches=(1, 4), compute_capabilities=("12.0", "8.9", "12.0"))
     builder = builder_for("tensorrt-rtx", options, BuildLog(folder.with_name("build.log")))
-    build = builder.build(folder / graph.path, plan, "fp16")
+    build = builder.build(convolution, plan, "fp32")
     facts = {"path": plan.name, "sha256": sha256_of(plan), "kind": builder.kind, "engine": build}
     engine = graph.model_copy(update=facts)
     write_manifest(folder, manifest.model_copy(update={"artifacts": (graph, engine)}))
