@@ -36,15 +36,8 @@ from .settings import ExportSettings, check_buckets, check_precisions, checked_d
 from .torch_program.fused_modules import optimize_for_gpu
 from .torch_program.program import Compilation, compile_programs, program_from_model, write_program
 
-# Type of weights and features in each precision. TF32 is a mode of fp32 arithmetic.
-_TYPES: dict[Precision, Precision] = {
-    "fp32": "fp32",
-    "tf32": "fp32",
-    "fp16": "fp16",
-    "bf16": "bf16",
-    "int8": "int8",
-    "fp8": "fp8",
-}
+# Type of weights and features, where it is not the precision. TF32 is a mode of fp32 arithmetic.
+_TYPES: dict[Precision, Precision] = {"tf32": "fp32"}
 
 # Data type of the `images` input by its name in the manifest.
 _INPUT_DTYPES: dict[InputDtype, torch.dtype] = {"uint8": torch.uint8, "float32": torch.float32}
@@ -141,7 +134,7 @@ def _export_graphs(
     hashes: dict[str, str] = {}
     artifacts = []
     for precision in dict.fromkeys(settings.precisions):
-        types = _TYPES[precision]
+        types = _TYPES.get(precision, precision)
         model = model_for_export(checkpoint, types)
         if precision == "bf16":  # TensorRT-RTX has no transposed convolution in bf16
             replace_transposed_convolution(model)
@@ -181,7 +174,7 @@ def _export_programs(
     for precision in dict.fromkeys(settings.precisions):
         if precision in MISSING_PRECISIONS["torch"]:
             continue
-        types = _TYPES[precision]
+        types = _TYPES.get(precision, precision)
         model = model_for_export(checkpoint, types)
         optimize_for_gpu(model)
         for bucket in dict.fromkeys(settings.buckets):

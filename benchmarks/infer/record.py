@@ -136,8 +136,8 @@ def describe_measurement(measurement: Measurement) -> str:
 def speed_rows(
     precision: Precision,
     results: Sequence[InferResult],
-    failures: Sequence[InferFailure] = (),
-    rooflines: Sequence[MatmulRoofline] = (),
+    failures: Sequence[InferFailure],
+    rooflines: Sequence[MatmulRoofline],
 ) -> list[tuple[str, ...]]:
     """Return table rows for one precision, with one cell per column of `COLUMNS`.
 

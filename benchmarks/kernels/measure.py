@@ -175,7 +175,7 @@ def kernel_case(
 
 
 def measure_kernels(
-    cases: Iterable[KernelCase], on_case: Callable[[KernelCase], object] = lambda case: None
+    cases: Iterable[KernelCase], on_case: Callable[[KernelCase], object]
 ) -> list[KernelResult]:
     """Measure cases one after the other on the current GPU, and return one result per case.
 

@@ -101,7 +101,7 @@ class TrainResult:
 def measure_training(
     config: "TrainConfig",
     settings: TrainSettings,
-    on_run: Callable[[TrainEngine, TrainPrecision], object] = lambda engine, precision: None,
+    on_run: Callable[[TrainEngine, TrainPrecision], object],
 ) -> list[TrainResult]:
     """Train this project's model and the baselines in each precision with each seed.
 

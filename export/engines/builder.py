@@ -6,7 +6,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
@@ -156,10 +155,6 @@ class EngineBuilder(ABC):
         """Return manifest fields that only this kind of engine has. The base class returns {}."""
         return {}
 
-    def _current_gpu(self) -> AbstractContextManager[None]:
-        """Return a context manager that makes the build's GPU current. Base class: a no-op."""
-        return nullcontext()
-
     def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:
         """Return the serialized ONNX model, and the versions of the plugins that it uses."""
         return load_model(onnx_path).SerializeToString(), {}
@@ -171,12 +166,6 @@ class EngineBuilder(ABC):
 
         `name` is the engine's name in log and error messages.
         """
-        with self._current_gpu():
-            return self._checked_plan(model, name, precision, progress)
-
-    def _checked_plan(
-        self, model: bytes, name: str, precision: Precision, progress: BuildProgress
-    ) -> Any:
         builder = self._trt.Builder(self._logger)
         network = builder.create_network(self._network_flags())
         # The network refers to weights of the parser, so keep the parser until the build ends.

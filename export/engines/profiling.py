@@ -45,11 +45,12 @@ def profile_layers(trt: Any, engine: Any, batch: int, runs: int) -> dict[str, fl
                 raise EngineError(f"TensorRT failed to profile the engine: {reason}")
 
     check(context.set_optimization_profile_async, number, stream.cuda_stream)
-    for name in INPUT_NAMES:
-        check(context.set_input_shape, name, (batch, *_shape_of(engine, name)))
+    for tensor in tensors:
+        if tensor.is_input:
+            check(context.set_input_shape, tensor.name, (batch, *tensor.shape[1:]))
     memory = _inputs_and_outputs(trt, engine, tensors, batch)
-    for name, tensor in memory.items():
-        check(context.set_tensor_address, name, tensor.data_ptr())
+    for name, content in memory.items():
+        check(context.set_tensor_address, name, content.data_ptr())
     torch.cuda.synchronize()
     times: defaultdict[str, float] = defaultdict(float)
     profiler = _layer_profiler(trt, times)  # the context does not keep it alive
@@ -84,18 +85,14 @@ def _inputs_and_outputs(
 ) -> dict[str, Tensor]:
     """Return a GPU tensor for each input and output of an engine, by name. Images are noise."""
     memory = {}
-    for name in (tensor.name for tensor in tensors):
-        dtype = trt.nptype(engine.get_tensor_dtype(name))
-        array = np.zeros((batch, *_shape_of(engine, name)), dtype)
-        memory[name] = torch.from_numpy(array).cuda()
+    for tensor in tensors:
+        dtype = trt.nptype(engine.get_tensor_dtype(tensor.name))
+        array = np.zeros((batch, *tensor.shape[1:]), dtype)
+        memory[tensor.name] = torch.from_numpy(array).cuda()
     images, sizes = (memory[name] for name in INPUT_NAMES)
     images.copy_(torch.randint(0, 256, images.shape))
     sizes.copy_(torch.tensor(images.shape[2:]).expand(batch, 2))
     return memory
-
-
-def _shape_of(engine: Any, name: str) -> tuple[int, ...]:
-    return tuple(engine.get_tensor_shape(name))[1:]
 
 
 def _layer_profiler(trt: Any, times: defaultdict[str, float]) -> Any:

@@ -1,7 +1,6 @@
 """Builder of TensorRT engines for this machine's GPU, with our CUDA kernels as plugins."""
 
 import re
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,9 @@ class TensorRTEngineBuilder(EngineBuilder):
         major, minor = torch.cuda.get_device_capability(self._gpu)
         return (f"{major}.{minor}",)
 
-    def _current_gpu(self) -> AbstractContextManager[None]:
-        return torch.cuda.device(self._gpu)
+    def _build_plan(self, *arguments: Any) -> Any:
+        with torch.cuda.device(self._gpu):
+            return super()._build_plan(*arguments)
 
     @property
     def _architecture(self) -> int:

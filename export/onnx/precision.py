@@ -33,7 +33,7 @@ def fold_batch_norms(module: nn.Module) -> None:
             setattr(parent, norm_name, nn.Identity())
 
 
-def halve(model: MaskRCNN, dtype: torch.dtype = torch.float16) -> None:
+def halve(model: MaskRCNN, dtype: torch.dtype) -> None:
     """Convert convolutions and linear layers to fp16 or bf16, in place.
 
     Anchors, box decoding, scores, NMS and RoI coordinates stay in fp32.
