@@ -263,7 +263,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
 
     def set_ready(self) -> None:
         """Mark the server as ready. From now on, its health status depends on the models."""
-        self.is_running = True
+        self.is_running = not self._is_stopping
         self._notify_watchers()
 
     def stop(self) -> None:
