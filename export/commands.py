@@ -260,7 +260,9 @@ def table_of(comparisons: "list[Comparison]") -> Table:
 def _images_in(path: Path, option: str) -> list[Path]:
     if path.is_file():
         return [path]
-    images = sorted(p for p in path.glob("*") if is_image_file(p))
+    # Data sets often have their images in subfolders only.
+    found = (sorted(filter(is_image_file, path.glob(pattern))) for pattern in ("*", "**/*"))
+    images = next(filter(None, found), [])
     if not images:
         raise click.BadParameter(
             f"{path} is neither an image nor a folder of images", param_hint=option

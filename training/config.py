@@ -1,5 +1,6 @@
 """Configuration of a training run: schema, loading from YAML and `key.path=value` overrides."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,11 +91,15 @@ class DataConfig(FrozenConfig):
                 raise ValueError(
                     f"the sides of bucket {bucket} are not multiples of {BUCKET_STEP} pixels"
                 )
+        short, long = (
+            math.ceil(side / BUCKET_STEP) * BUCKET_STEP for side in (self.min_size, self.max_size)
+        )
         for sides in ((self.min_size, self.max_size), (self.max_size, self.min_size)):
             if not any(b.height >= sides[0] and b.width >= sides[1] for b in self.buckets):
                 raise ValueError(
                     f"no bucket holds an image of {sides[0]}x{sides[1]} pixels (height x width), "
-                    "although min_size and max_size allow this size; add a larger bucket"
+                    "although min_size and max_size allow this size; add a larger bucket, as in "
+                    f"data.buckets=[[{short},{long}],[{long},{short}]]"
                 )
         check_order(self.transforms)
         if self.transforms and self.decode == "device":

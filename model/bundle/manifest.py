@@ -282,9 +282,10 @@ def read_manifest(bundle: Path) -> Manifest:
         fault = (
             f"is not a bundle: it has no {MANIFEST_NAME}" if bundle.exists() else "does not exist"
         )
-        raise BundleError(
-            f"{bundle} {fault}; make a bundle with `maskrcnn export CHECKPOINT -o BUNDLE`"
-        ) from None
+        remedy = "make a bundle with `maskrcnn export CHECKPOINT -o BUNDLE`"
+        if checkpoints := sorted(bundle.glob("*.pth")):  # the folder of a training run
+            remedy = f"give a checkpoint in it, such as {checkpoints[-1]}"
+        raise BundleError(f"{bundle} {fault}; {remedy}") from None
     except OSError as error:
         raise BundleError(
             f"{path} cannot be read ({error.strerror}); make it a file that this user may read"

@@ -77,7 +77,11 @@ def _report_nested(folder: Path) -> None:
     """If subfolders contain images, warn that these are not read, and name one of them."""
     path = next(filter(is_image_file, folder.rglob("*")), None)
     if path is not None:
-        click.echo(f"{folder}: images in subfolders, such as {path}, are not read", err=True)
+        click.echo(
+            f"{folder}: images in subfolders, such as {path}, are not read; to read them, give the "
+            "subfolders too",
+            err=True,
+        )
 
 
 def check_folder(folder: Path, files: Sequence[Path], formats: Collection[ReportFormat]) -> None:

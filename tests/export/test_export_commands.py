@@ -142,6 +142,16 @@ def test_unusable_paths_are_errors_before_the_export(
     assert {path.name for path in tmp_path.iterdir()} == {"file", "empty"}
 
 
+@pytest.mark.usefixtures("quick_graphs")
+def test_images_may_be_in_subfolders_only(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    image = tmp_path / "images" / "monday" / "street.png"
+    image.parent.mkdir(parents=True)
+    Image.new("RGB", (16, 16)).save(image)
+    options = ("--shape", "96x160", "--samples", tmp_path / "images")
+    assert export(tiny_checkpoint, "-o", tmp_path / "bundle", *options).exit_code == 0
+    assert (tmp_path / "bundle" / "samples" / "street.png").is_file()
+
+
 @pytest.mark.parametrize(
     ("options", "facts"),
     [(("--engine", "torch", "--precision", "int8", "--calibration", "a.png"), ["int8", "--engine"]),

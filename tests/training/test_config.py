@@ -67,6 +67,7 @@ REFUSED = {
     "data.max_size=32": "data: max_size 32 is below min_size 64",
     "data.buckets=[[64, 100]]": "are not multiples of 32",
     "data.buckets=[[64, 96]]": "data: no bucket holds an image of 96x64 pixels",
+    "data.max_size=100": "as in data.buckets=[[64,128],[128,64]]",
     "data.buckets=[[64]]": "data.buckets.0.1 is missing; allowed for data.buckets: list of [",
     "data.transforms=4": "data.transforms is 4; allowed: list of mappings",
     "data.transforms=[{size: 4}]": "{'size': 4} is not a transform; write one as in {name:",

@@ -45,6 +45,7 @@ _SHOWN = (
     "solver.max_iterations",
     "solver.steps",
     "solver.warmup_iterations",
+    "checkpoint_period",
 )
 
 

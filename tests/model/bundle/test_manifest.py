@@ -99,6 +99,13 @@ def test_class_names_are_independent_of_the_locale(write: Write) -> None:
     subprocess.run(command, env={**os.environ, **settings, **paths}, check=True)
 
 
+def test_the_folder_of_a_training_run_is_answered_with_its_checkpoint(tmp_path: Path) -> None:
+    for name in ("model_0002500.pth", "model_final.pth", "log.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(BundleError, match=r"not a bundle.*model_final\.pth"):
+        read_manifest(tmp_path)
+
+
 def test_manifest_that_is_a_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").mkdir()
     with pytest.raises(BundleError, match=r"manifest.json cannot be read \(Is a directory\)"):
