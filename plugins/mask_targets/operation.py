@@ -86,7 +86,9 @@ def mask_targets_from_rle(
     for owner, members in rois_by_owner(boxes, matched, len(sizes)):
         runs = counts[offsets[owner] : offsets[owner + 1]]
         mask = _mask_from_runs(runs, *sizes[owner].tolist())
-        targets[members] = _averages(mask, boxes[members], side)
+        only = torch.zeros(1, len(members), dtype=torch.int64)
+        own = mask_targets_from_crops(mask[None, None], boxes[members][None], only, side)
+        targets[members] = own[0]
     return targets
 
 
@@ -138,19 +140,6 @@ def _measurable(boxes: Tensor, side: int) -> Tensor:
     """
     cells = (boxes[..., 2:] - boxes[..., :2]) / side
     return boxes.isfinite().all(dim=-1) & (cells < _TOO_LARGE).all(dim=-1)
-
-
-def _averages(mask: Tensor, boxes: Tensor, side: int) -> Tensor:
-    """Pool a mask [H, W] in K boxes [K, 4] by RoIAlign, and return [K, M, M] with M = `side`.
-
-    A box that is not finite, or so large that a cell spans 2 ** 24 pixels or more, gives zeros.
-    """
-    averages = torch.zeros(len(boxes), side, side)
-    if mask.numel() > 0:
-        measurable = _measurable(boxes, side)
-        pixels = mask[None, None].float()
-        averages[measurable] = roi_align(pixels, [boxes[measurable]], side)[:, 0]
-    return averages
 
 
 def _mask_from_runs(runs: Tensor, height: int, width: int) -> Tensor:
