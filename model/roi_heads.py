@@ -185,12 +185,13 @@ class RoiHeads(nn.Module):
         keep = nms_keep(boxes, classes, config.nms_iou, config.max_detections)
         scores, kept = stable_top_k(torch.where(keep, scores, -1.0), config.max_detections)
         valid = scores > 0
-        return BoxDetections(
+        detections = BoxDetections(
             take_rows(boxes, kept) * valid[..., None],
             scores * valid,
             labels.gather(1, kept) * valid,
             valid,
         )
+        return BoxDetections(*(_padded_rows(rows, config.max_detections) for rows in detections))
 
     def predict_masks(self, features: Sequence[Tensor], boxes: Tensor, labels: Tensor) -> Tensor:
         """Return M x M mask logits [B, K, M, M] float32 for boxes [B, K, 4] and labels [B, K]."""
@@ -253,6 +254,14 @@ class RoiHeads(nn.Module):
         return F.binary_cross_entropy_with_logits(
             logits, wanted, weight=positive.float()[..., None, None], reduction="sum"
         )
+
+
+def _padded_rows(rows: Tensor, count: int) -> Tensor:
+    """Pad rows [B, K, ...] with zeros to at least `count` rows: [B, max(K, count), ...]."""
+    missing = count - rows.shape[1]
+    if missing <= 0:
+        return rows
+    return torch.cat([rows, rows.new_zeros(rows.shape[0], missing, *rows.shape[2:])], dim=1)
 
 
 def _box_head(config: RoiConfig, channels: int) -> nn.Module:

@@ -121,6 +121,17 @@ def test_no_detections(model: MaskRCNN) -> None:
     assert not any(part.any() for part in found)
 
 
+@torch.inference_mode()
+def test_fewer_candidates_than_detections(model: MaskRCNN) -> None:
+    roi = model.config.roi.model_copy(update={"nms_candidates": 15})
+    few = MaskRCNN(model.config.model_copy(update={"roi": roi})).eval()
+    few.load_state_dict(model.state_dict())
+    found = few(image_batch(), SIZES)
+    assert 0 < found.num_detections.min() <= found.num_detections.max() <= 15
+    assert found.masks.shape == (3, 20, 28, 28)
+    assert not any(part[:, 15:].any() for part in found[1:])
+
+
 @pytest.mark.parametrize(
     ("norm", "counts"),
     [("frozen_bn", (4, 0, 1)), ("frozen_bn", (0, 0, 0)), ("bn", (4, 0, 1)), ("gn", (0, 0, 0))],
