@@ -7,12 +7,8 @@ import pytest
 import torch
 from small_models import assert_same
 from torch import Tensor
-from torchvision.models.detection import MaskRCNN as TorchvisionMaskRCNN
-from torchvision.models.detection import maskrcnn_resnet50_fpn
-from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
-from maskrcnn_trt.model.config.schema import BackboneConfig, ModelConfig
 from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
 from maskrcnn_trt.model.targets import Targets
 
@@ -43,26 +39,6 @@ def ground_truth(counts: tuple[int, ...]) -> Targets:
             labels[index, row] = 1 + row % 3
             masks[index, row, y : y + 40, x : x + 40] = 1
     return Targets(boxes, labels, masks)
-
-
-def test_parameter_names_are_torchvisions() -> None:
-    with torch.device("meta"):
-        body = resnet_fpn_backbone(backbone_name="resnet101", weights=None)
-        for name, theirs in (
-            ("resnet50", maskrcnn_resnet50_fpn(weights=None, weights_backbone=None)),
-            ("resnet101", TorchvisionMaskRCNN(body, num_classes=91)),
-        ):
-            ours = MaskRCNN(ModelConfig(num_classes=90, backbone=BackboneConfig(name=name)))
-            assert shapes_of(ours) == shapes_of(theirs)
-
-
-def shapes_of(model: torch.nn.Module) -> dict[str, torch.Size]:
-    """Return shapes by name, without the batch counters that frozen norms lack."""
-    return {
-        name: value.shape
-        for name, value in model.state_dict().items()
-        if not name.endswith("num_batches_tracked")
-    }
 
 
 @torch.inference_mode()
