@@ -105,6 +105,11 @@ def _config_from(path: Path, values: Mapping[str, Any]) -> Detectron2Config:
         settings.pop("roi.mask_pool", None)
         if "roi.box_pool" in settings:
             settings["roi.mask_pool"] = settings["roi.box_pool"]
+    # Without a pyramid, this model's res5 is dilated by 2, unless it is the head of each RoI.
+    has_single_map = values.get("MODEL.BACKBONE.NAME") == "build_resnet_backbone"
+    key = "MODEL.RESNETS.RES5_DILATION"
+    if has_single_map and not shares_pooler and values.get(key, 2) != 2:
+        raise _unsupported(path, key, values[key])
     for kind in ("POOLER_TYPE", "POOLER_SAMPLING_RATIO"):
         box, mask = (values.get(f"MODEL.ROI_{head}_HEAD.{kind}") for head in ("BOX", "MASK"))
         if not shares_pooler and mask is not None and box not in (None, mask):

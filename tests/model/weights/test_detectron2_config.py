@@ -146,6 +146,16 @@ def test_settings_that_cannot_be_represented_are_named(
         convert_reference(weights, config=path)
 
 
+def test_single_maps_of_stride_32_are_rejected(weights: Path) -> None:
+    config: dict[str, Any] = yaml.safe_load(yaml.safe_dump(CONFIG))
+    config["MODEL"]["BACKBONE"]["NAME"] = "build_resnet_backbone"
+    config["MODEL"]["RESNETS"]["RES5_DILATION"] = 1
+    path = weights.with_name("other.yaml")
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(WeightsError, match=r"RESNETS\.RES5_DILATION to 1"):
+        convert_reference(weights, config=path)
+
+
 def test_tuples_are_read(weights: Path) -> None:
     config: dict[str, Any] = yaml.safe_load(yaml.safe_dump(CONFIG))
     config["MODEL"]["PIXEL_MEAN"] = "(11.0, 120.0, 90.0)"
