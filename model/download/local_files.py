@@ -27,7 +27,8 @@ def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
         wait: Wait until no other process holds the lock.
 
     Raises:
-        DownloadError: Another process holds the lock, and `wait` is False.
+        DownloadError: Another process holds the lock, and `wait` is False. Or the lock cannot be
+            written.
     """
     # Imported here because the base install lacks filelock. Serving a bundle does not need it.
     from filelock import FileLock, Timeout
@@ -39,6 +40,11 @@ def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
         raise DownloadError(
             f"another process is creating {path}; wait until it has ended"
         ) from None
+    except OSError as error:
+        raise DownloadError(
+            f"cannot create {path}: {error.strerror}; make its folder writable, or choose another "
+            "folder"
+        ) from error
     with held:
         yield
 

@@ -289,3 +289,10 @@ def test_a_file_has_one_writer(site: Site, path: Path):
         download(site, path)
     download(site, path)
     assert_complete(path)
+
+
+def test_a_folder_that_is_not_writable_is_named(site: Site, path: Path):
+    path.with_name(".file.zip.lock").mkdir()  # cannot be opened, even by root
+    with pytest.raises(DownloadError, match=r"cannot create .*file\.zip: .*writable"):
+        download(site, path)
+    assert site.requested_ranges == []
