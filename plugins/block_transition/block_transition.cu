@@ -12,8 +12,9 @@
 // Compile-time constants: VALUE (type), CHANNELS (of the input), SHORTCUT (channels of the
 // shortcut's input; 0: the shortcut is a map to add), OUTPUTS, REDUCED, THREADS (per block).
 #include "tensor_cores.cuh"
+#include "warp.cuh"
 
-constexpr int WARP = 32, WARPS = THREADS / WARP, CHUNK = 32;
+constexpr int WARPS = THREADS / WARP, CHUNK = 32;
 // Pixels per tile and per thread.
 constexpr int TILE = 16, OWN_PIXELS = 2;
 constexpr int INPUTS = CHANNELS + SHORTCUT;

@@ -6,10 +6,10 @@
 //
 // Compile-time constants: VALUE (type), CHANNELS, VECTOR (channels per load), THREADS (per block).
 #include "numeric.cuh"
+#include "warp.cuh"
 
-constexpr int WARP = 32, WARPS = THREADS / WARP;
+constexpr int WARPS = THREADS / WARP;
 constexpr int STEP = WARP * VECTOR, STEPS = (CHANNELS + STEP - 1) / STEP;
-constexpr unsigned ALL_LANES = 0xffffffffu;
 static_assert(CHANNELS % VECTOR == 0, "a load does not cross a cell's end");
 
 using Values = Vector<VALUE, VECTOR>;
@@ -44,10 +44,7 @@ class_logits(const VALUE* __restrict__ features, const VALUE* __restrict__ weigh
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) sum += factors[step][v] * widen(values.values[v]);
         }
-#pragma unroll
-        for (int distance = WARP / 2; distance > 0; distance /= 2) {
-            sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-        }
+        sum = combined_over_warp(sum, [](float a, float b) { return a + b; });
         if (lane == 0) narrow(sum + offset, logits[cell]);
     }
 }

@@ -6,10 +6,9 @@
 // position of the run's characters.
 //
 // Compile-time constants: THREADS.
+#include "warp.cuh"
 
-constexpr int WARP = 32;
 constexpr int WARPS = THREADS / WARP;
-constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int GROUP_BITS = 5;
 static_assert(THREADS % WARP == 0, "threads are used by the warp");
 

@@ -6,9 +6,8 @@
 // Compile-time constants: FOREGROUND_IOU, BACKGROUND_IOU, LOW_QUALITY (1: also compute the inputs
 // of match_best.cu), ITEMS, TILE (truths that a block loads at once), THREADS.
 #include "boxes.cuh"
+#include "warp.cuh"
 
-constexpr int WARP = 32;
-constexpr unsigned ALL_LANES = 0xffffffffu;
 static_assert(TILE <= THREADS, "a thread loads one truth of a tile");
 
 struct Truth {
@@ -21,10 +20,7 @@ struct Truth {
 };
 
 __device__ float highest_of_warp(float value) {
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, step));
-    }
-    return value;
+    return combined_over_warp(value, [](float a, float b) { return fmaxf(a, b); });
 }
 
 // Return an empty box, which touches no other box and does not extend a bounding box.

@@ -10,11 +10,10 @@
 //
 // Compile-time constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), KEEP (type), THREADS.
 #include "boxes.cuh"
+#include "warp.cuh"
 
 constexpr int TILE = 64;
 constexpr int PART = 16;
-constexpr int WARP = 32;
-constexpr unsigned ALL_LANES = 0xffffffffu;
 using Bits = unsigned long long;
 static_assert(THREADS % TILE == 0, "a tile's boxes belong to neighbouring threads");
 

@@ -10,11 +10,10 @@
 // THRESHOLD.
 
 #include "numeric.cuh"
+#include "warp.cuh"
 
-constexpr int WARP = 32;
 constexpr int WORD = 32;
 constexpr int WARPS = THREADS / WARP;
-constexpr unsigned ALL_LANES = 0xffffffffu;
 // Side of the mask with its border of zeros.
 constexpr int BORDERED = SIDE + 2;
 using Samples = float[BORDERED][BORDERED];

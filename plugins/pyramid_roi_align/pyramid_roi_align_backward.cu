@@ -2,12 +2,14 @@
 // map's gradient: it finds the RoIs that reach the tile, and adds their shares in the order of the
 // RoIs, so that results are reproducible. Compile-time constants are those of roi_sampling.cuh.
 #include "roi_sampling.cuh"
+#include "warp.cuh"
+
 static_assert(CHANNELS_LAST, "neighbouring threads handle neighbouring channels");
 
 #define MAP_PARAMETER(l) Feature* map##l
 
 // A tile has as many rows and columns as a block has warps. A warp computes one row.
-constexpr int WARP = 32, SIDE = THREADS / WARP;
+constexpr int SIDE = THREADS / WARP;
 // RoIs per step. Their weights take up to 32 KiB of shared memory.
 constexpr int ROIS_THAT_FIT = (32 << 10) / (2 * OUTPUT_SIZE * SIDE * sizeof(Real));
 constexpr int STEP = ROIS_THAT_FIT < THREADS / (2 * SIDE) ? ROIS_THAT_FIT : THREADS / (2 * SIDE);

@@ -9,8 +9,9 @@
 //
 // Compile-time constants: PIXEL (type of the images), VALUE (type of weights and output).
 #include "stem_pixels.cuh"
+#include "warp.cuh"
 
-constexpr int WARPS = 8, WARP = 32, THREADS = WARPS * WARP;
+constexpr int WARPS = 8, THREADS = WARPS * WARP;
 constexpr int CHANNELS = 64;
 // Tiles of the convolution, and of its pooled result.
 constexpr int ROWS = 2 * WARPS, COLUMNS = 32;

@@ -10,9 +10,10 @@
 //
 // Compile-time constants: PIXEL (type of the images), VALUE (type of weights and output).
 #include "stem_pixels.cuh"
+#include "warp.cuh"
 #include "warpgroup.cuh"
 
-constexpr int WARP = 32, GROUPS = 2, THREADS = GROUPS * WARPGROUP;
+constexpr int GROUPS = 2, THREADS = GROUPS * WARPGROUP;
 constexpr int CHANNELS = 64;
 // Pooled rows of a warpgroup, and columns of a tile of the convolution and of its pooled result.
 constexpr int POOLED_ROWS = 5, COLUMNS = 64, POOLED_COLUMNS = COLUMNS / 2 - 1;
@@ -104,7 +105,7 @@ resnet_stem_sm90(const PIXEL* __restrict__ images, const long long* __restrict__
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x % WARPGROUP / WARP;
     // The shuffle tells the compiler that the index is the same in a warp.
-    const int group = __shfl_sync(0xffffffffu, threadIdx.x / WARPGROUP, 0);
+    const int group = __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0);
     const int pooled_column = blockIdx.x * POOLED_COLUMNS;
     // First row and column of the tile of the convolution.
     const int first_row = 2 * GROUPS * POOLED_ROWS * blockIdx.y - 1;

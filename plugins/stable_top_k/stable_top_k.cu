@@ -12,18 +12,17 @@
 // sorted entries, a power of two), THREADS.
 #include "levels.cuh"
 #include "numeric.cuh"
+#include "warp.cuh"
 
 #define PART_PARAMETERS(l) int first##l, int count##l
 #define PART_OF_LEVEL(l) {first##l, count##l}
 
-constexpr int WARP = 32;
 constexpr int KEY_BITS = 32;
 // Bits of the keys per pass of the selection, and number of bins.
 constexpr int SELECTED_BITS = 11;
 constexpr int BINS = 1 << SELECTED_BITS;
 // Number of values of the six bits by which one pass of the sort orders entries.
 constexpr int DIGITS = 64;
-constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr unsigned SIGN = 0x80000000u;
 // Bits of negative infinity.
 constexpr unsigned NEGATIVE_INFINITY = 0xff800000u;
@@ -108,20 +107,14 @@ __device__ unsigned sum_of_warp(unsigned value) {
 #if __CUDA_ARCH__ >= 800
     return __reduce_add_sync(ALL_LANES, value);
 #endif
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        value += __shfl_xor_sync(ALL_LANES, value, step);
-    }
-    return value;
+    return combined_over_warp(value, [](unsigned a, unsigned b) { return a + b; });
 }
 
 __device__ unsigned or_of_warp(unsigned value) {
 #if __CUDA_ARCH__ >= 800
     return __reduce_or_sync(ALL_LANES, value);
 #endif
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        value |= __shfl_xor_sync(ALL_LANES, value, step);
-    }
-    return value;
+    return combined_over_warp(value, [](unsigned a, unsigned b) { return a | b; });
 }
 
 // Return the sum of the totals of all warps of lower index.
