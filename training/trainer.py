@@ -72,9 +72,10 @@ class Trainer:
         self.config = config
         self.worker = worker
         self.iteration = 0
-        if self._compiles():
-            # Free the GPU memory of earlier runs of this process: a compiled model is part of a
-            # reference cycle, which the validation set of its run has frozen.
+        if self._compiles() or worker.world_size > 1:
+            # Free the GPU memory of earlier runs of this process. A model that is compiled, or
+            # wrapped in DistributedDataParallel, is part of a reference cycle, which the validation
+            # set of its run has frozen.
             collect_frozen_objects()
         seed_generators(config.seed)
         self.model = MaskRCNN(config.model)
