@@ -127,7 +127,7 @@ def synthetic(
         draw_dataset(
             folder,
             config,
-            workers=workers or os.cpu_count() or 1,
+            workers=workers or len(os.sched_getaffinity(0)),
             overwrite=overwrite,
             on_image=lambda: progress.advance(task),
         )

@@ -152,7 +152,7 @@ def evaluate_model(
         device: Device of the model.
         autocast: Data type for autocast. None: no autocast.
     """
-    threads, paste = os.cpu_count() or 1, model.config.mask_paste
+    threads, paste = len(os.sched_getaffinity(0)), model.config.mask_paste
     pending: deque[Future[list[tuple[int, ImageDetections]]]] = deque()
     # Threads paste the masks of a batch while the model computes the next ones. The number of
     # pending batches is limited, because the outputs of a fast model would fill the memory.

@@ -124,7 +124,7 @@ def with_synthetic_data(config: TrainConfig) -> TrainConfig:
     with FileLock(config.output_dir / ".synthetic.lock"):
         if not folder.exists():
             partial_folder = folder.with_name(f".{folder.name}.partial")
-            draw_dataset(partial_folder, drawn, workers=os.cpu_count() or 1)
+            draw_dataset(partial_folder, drawn, workers=len(os.sched_getaffinity(0)))
             partial_folder.rename(folder)
     sets = {
         "train": _split_of(folder, "train"),

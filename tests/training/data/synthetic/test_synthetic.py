@@ -1,7 +1,8 @@
 import json
+import multiprocessing
+import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_equal_configurations_give_equal_files(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_a_killed_worker_process_is_an_error(tmp_path: Path) -> None:
     def kill_workers() -> None:
-        for child in active_children():
+        for child in multiprocessing.active_children():
             child.kill()
 
     config = CONFIG.model_copy(update={"train": 1000})
@@ -204,6 +205,16 @@ def test_command_draws_a_data_set(tmp_path: Path) -> None:
     assert CliRunner().invoke(data, smaller).exit_code == 0
     images = {path.name for path in folder.glob("*/*.jpg")}
     assert images == {"000000.jpg", "000001.jpg", photo.name}
+
+
+def test_one_allowed_core_means_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine may have more cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: 1 / 0)
+    arguments = ["synthetic", str(tmp_path), "--train", "2", "--val", "1", "--size", "96x64"]
+    assert CliRunner().invoke(data, arguments).exit_code == 0
 
 
 def test_training_needs_no_data_set(tiny: LoadTiny, tiny_config: Path, tmp_path: Path) -> None:
