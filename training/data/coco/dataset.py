@@ -66,6 +66,7 @@ class CocoDataset:
     An image file is opened only if the annotation file lacks the size of the image.
 
     Attributes:
+        config: Paths of the image folder and the annotation file.
         name: Path of the annotation file, for messages.
         categories: Categories by ascending id. Label 1 is `categories[0]`.
         records: Valid images by ascending id.
@@ -96,6 +97,7 @@ class CocoDataset:
                 format, its categories are missing or invalid, it has no valid image, or, with
                 "refuse", an entry is invalid.
         """
+        self.config = config
         self.name = str(config.annotations)
         if not config.images.is_dir():
             raise DataError(f"image folder {config.images} does not exist; {_REMEDY}")

@@ -107,14 +107,14 @@ def inspect(
         raise click.UsageError("--augmented needs -o FILE")
     settings = None if augmented is None else validated_config(augmented).data
 
-    from .report import LoadedSplit, inspect_splits
+    from .report import inspect_splits
     from .report_tables import tables_from
 
     splits = {}
     for name, split in _splits_in(folder, images, annotations).items():
         with Console(stderr=True).status(Text(f"reading {split.annotations}")):
-            splits[name] = LoadedSplit(split.config, split.load())
-    datasets = [split.dataset for split in splits.values()]
+            splits[name] = split.load()
+    datasets = [*splits.values()]
     with Progress(disable=not decode) as progress:
         task = progress.add_task("decoding", total=sum(map(len, datasets)))
         report = inspect_splits(
@@ -138,7 +138,7 @@ def inspect(
         from .augmented_samples import augmented_samples
 
         path = grid_path.with_stem(f"{grid_path.stem}-augmented")
-        train = [splits[name].dataset for name in splits_named(splits, "train")]
+        train = [splits[name] for name in splits_named(splits, "train")]
         draw_samples(augmented_samples((train or datasets)[0], settings, samples, seed), path)
         click.echo(f"wrote augmented training images to {path}")
 

@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....model.resizing import resized_size
-from ...config import DatasetConfig
 from ..coco.dataset import CocoDataset
 from ..coco.splits import splits_named
 from .annotation_checks import Suspicion, suspicious_annotations
@@ -27,13 +26,6 @@ from .file_checks import (
 
 # COCO's upper area limits of small and of medium objects, in square pixels.
 _SMALL, _MEDIUM = 32**2, 96**2
-
-
-class LoadedSplit(NamedTuple):
-    """Paths of a data set's split, and its loaded annotations."""
-
-    config: DatasetConfig
-    dataset: CocoDataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +98,7 @@ class DatasetReport:
 
 
 def inspect_splits(
-    splits: Mapping[str, LoadedSplit],
+    splits: Mapping[str, CocoDataset],
     *,
     min_size: int,
     max_size: int,
@@ -123,7 +115,7 @@ def inspect_splits(
             the headers of the files.
         on_image: Called after each decoded image.
     """
-    records = [record for split in splits.values() for record in split.dataset.records]
+    records = [record for split in splits.values() for record in split.records]
     headers = read_headers(records)
     of_files = suspicious_files(records)
     of_files += undecodable_files(records, on_image) if decode else misfit_files(records, headers)
@@ -131,10 +123,8 @@ def inspect_splits(
     files = _subjects_by_reason(of_files)
     if unlisted := _unlisted_in(splits.values()):
         files["file that is not listed"] = tuple(map(str, unlisted))
-    of_annotations = {
-        name: suspicious_annotations(split.dataset.records) for name, split in splits.items()
-    }
-    train = next((splits[name].dataset for name in splits_named(splits, "train")), None)
+    of_annotations = {name: suspicious_annotations(split.records) for name, split in splits.items()}
+    train = next((splits[name] for name in splits_named(splits, "train")), None)
     return DatasetReport(
         splits={
             name: _inspect_split(split, train, of_annotations[name], min_size, max_size)
@@ -145,9 +135,10 @@ def inspect_splits(
     )
 
 
-def _unlisted_in(splits: Iterable[LoadedSplit]) -> list[Path]:
+def _unlisted_in(splits: Iterable[CocoDataset]) -> list[Path]:
     folders, listed = set(), set()
-    for config, dataset in splits:
+    for dataset in splits:
+        config = dataset.config
         folders.add(config.images)
         listed |= {record.path for record in dataset.records}
         for reason, names in dataset.faults.items():
@@ -159,13 +150,12 @@ def _unlisted_in(splits: Iterable[LoadedSplit]) -> list[Path]:
 
 
 def _inspect_split(
-    split: LoadedSplit,
+    dataset: CocoDataset,
     train: CocoDataset | None,
     suspicions: Iterable[Suspicion],
     min_size: int,
     max_size: int,
 ) -> SplitReport:
-    config, dataset = split
     records = dataset.records
     heights = np.array([record.height for record in records])
     widths = np.array([record.width for record in records])
@@ -173,8 +163,8 @@ def _inspect_split(
     counts = np.array([len(record.objects) for record in records])
     areas = np.array([o.area for record in records for o in record.objects])
     return SplitReport(
-        image_folder=str(config.images),
-        annotation_file=str(config.annotations),
+        image_folder=str(dataset.config.images),
+        annotation_file=dataset.name,
         images=len(records),
         images_without_objects=int((counts == 0).sum()),
         objects=int(counts.sum()),

@@ -22,7 +22,7 @@ from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError, read
 from maskrcnn_trt.training.data.convert.command import convert
 from maskrcnn_trt.training.data.convert.layouts import recognize_layout
 from maskrcnn_trt.training.data.inspect.command import inspect
-from maskrcnn_trt.training.data.inspect.report import LoadedSplit, inspect_splits
+from maskrcnn_trt.training.data.inspect.report import inspect_splits
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -135,10 +135,7 @@ def test_unreadable_images_of_yolo_are_not_unlisted(
     WRITERS["YOLO"](tmp_path, TRAIN, VAL)
     (tmp_path / "train" / "images" / TRAIN[0].name).write_bytes(b"no picture")
     monkeypatch.chdir(tmp_path)
-    splits = {
-        name: LoadedSplit(split.config, split.load())
-        for name, split in recognize_layout(Path()).splits.items()
-    }
+    splits = {name: split.load() for name, split in recognize_layout(Path()).splits.items()}
     assert not inspect_splits(splits, min_size=64, max_size=96).files
 
 

@@ -12,11 +12,11 @@ from PIL import Image
 
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
-from maskrcnn_trt.training.data.inspect.report import DatasetReport, LoadedSplit, inspect_splits
+from maskrcnn_trt.training.data.inspect.report import DatasetReport, inspect_splits
 
 
 def inspect(**configs: DatasetConfig) -> DatasetReport:
-    splits = {name: LoadedSplit(config, CocoDataset(config)) for name, config in configs.items()}
+    splits = {name: CocoDataset(config) for name, config in configs.items()}
     return inspect_splits(splits, min_size=128, max_size=160)
 
 
@@ -73,9 +73,8 @@ def test_distributions_are_of_the_images(tmp_path: Path) -> None:
     ]
     content["annotations"] = [annotation(n, 10, bbox=[0, 0, 20, 30]) for n in range(7)]
     config = write_folder(tmp_path, content)
-    split = inspect_splits(
-        {"train": LoadedSplit(config, CocoDataset(config))}, min_size=40, max_size=1000
-    ).splits["train"]
+    report = inspect_splits({"train": CocoDataset(config)}, min_size=40, max_size=1000)
+    split = report.splits["train"]
     heights = split.distributions["height"]
     assert (heights.min, heights.p10, heights.p50, heights.p90, heights.max) == (8, 16, 48, 80, 88)
     aspects = split.distributions["aspect"]
