@@ -21,7 +21,6 @@ from ..data.loading.batches import Batch, EncodedBatch
 from ..data.loading.device_batches import prefetch_batches
 from ..distributed import Worker
 from .candidate_limit import LimitedImages
-from .coco_curves import IouType
 from .coco_metrics import coco_metrics
 from .detections import ImageDetections, image_detections_from
 from .result_files import coco_results_from, write_detections, write_metrics
@@ -87,20 +86,20 @@ class CocoEvaluator:
         limited_images = sum(self._worker.gather(self.limited_images))
         metrics: dict[str, float] = {}
         if self._worker.is_main:
-            if limited_images:
-                logger.warning(
-                    "in %s, more pairs of box and class exceeded roi.score_threshold than "
-                    "roi.nms_candidates allows; those with the lowest scores were left out before "
-                    "NMS; raise model.roi.nms_candidates (at most 16384)",
-                    counted(limited_images, "image"),
-                )
             # Sort by image id, so that the files do not depend on the number of ranks.
             detections = sorted(
                 (pair for part in gathered for pair in part), key=lambda pair: pair[0]
             )
-            results = coco_results_from(detections, self._categories)
-            metrics = self._evaluate(detections, results, folder, measure=measure)
             image_ids = {image_id for image_id, _ in detections}
+            self._warn(len(image_ids), limited_images)
+            results = coco_results_from(detections, self._categories)
+            if folder is not None:
+                write_detections(folder, detections, results)
+            if measure:
+                truth = self._dataset.ground_truth(image_ids)
+                metrics = coco_metrics(truth, results, self._dataset.categories, self._evaluator)
+                if folder is not None:
+                    write_metrics(folder, metrics)
             if report is not None:
                 from .report import write_report  # matplotlib takes a second
 
@@ -108,31 +107,27 @@ class CocoEvaluator:
         shared: dict[str, float] = self._worker.from_main(metrics)
         return shared
 
-    def _evaluate(
-        self,
-        detections: list[tuple[int, ImageDetections]],
-        results: dict[IouType, list[dict[str, Any]]],
-        folder: Path | None,
-        *,
-        measure: bool,
-    ) -> dict[str, float]:
-        if folder is not None:
-            write_detections(folder, detections, results)
-        image_ids = {image_id for image_id, _ in detections}
-        if len(image_ids) < len(self._dataset):
+    def _warn(self, images: int, limited_images: int) -> None:
+        """Warn of images with too many candidates, and of images that could not be read.
+
+        Args:
+            images: Number of evaluated images.
+            limited_images: Number of images with more than `roi.nms_candidates` candidates.
+        """
+        if limited_images:
+            logger.warning(
+                "in %s, more pairs of box and class exceeded roi.score_threshold than "
+                "roi.nms_candidates allows; those with the lowest scores were left out before "
+                "NMS; raise model.roi.nms_candidates (at most 16384)",
+                counted(limited_images, "image"),
+            )
+        if images < len(self._dataset):
             logger.warning(
                 "evaluated only %d of the %d images of %s, because the others could not be read",
-                len(image_ids),
+                images,
                 len(self._dataset),
                 self._dataset.name,
             )
-        metrics: dict[str, float] = {}
-        if measure:
-            ground_truth = self._dataset.ground_truth(image_ids)
-            metrics = coco_metrics(ground_truth, results, self._dataset.categories, self._evaluator)
-            if folder is not None:
-                write_metrics(folder, metrics)
-        return metrics
 
 
 @torch.inference_mode()
