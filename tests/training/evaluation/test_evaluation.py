@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from pycocotools import mask as coco_mask
+from tiny_run import CLASSES
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.models.detection.transform import resize_boxes
 
@@ -28,7 +29,6 @@ from maskrcnn_trt.training.distributed import Worker
 from maskrcnn_trt.training.evaluation.detections import ImageDetections
 from maskrcnn_trt.training.evaluation.evaluator import CocoEvaluator, evaluate_model
 
-CLASSES = ("circle", "ring", "star")
 CPU = torch.device("cpu")
 ALONE = Worker(0, 1, CPU)
 

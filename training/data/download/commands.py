@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import click
 from rich.table import Table
@@ -10,9 +11,6 @@ from ....model.config.option_types import FiniteRange
 from ....model.download.progress_bars import progress_bars
 from ....plugins.runtime.console import table_console
 from .coco_archives import BASE_URL, Edition, Part
-
-_EDITIONS = ("coco2014", "coco2017")
-_PARTS = ("train", "val", "annotations")
 
 
 def _base_url_from_text(context: click.Context, parameter: click.Parameter, text: str) -> str:
@@ -45,11 +43,11 @@ def _coco_arguments(command: Callable[..., None]) -> Callable[..., None]:
             "--part",
             "parts",
             multiple=True,
-            type=click.Choice(_PARTS),
+            type=click.Choice(get_args(Part)),
             help="Only this part. Repeat it for several parts. Default: all parts.",
         ),
         click.argument("root", type=click.Path(path_type=Path, file_okay=False), metavar="DIR"),
-        click.argument("edition", type=click.Choice(_EDITIONS)),
+        click.argument("edition", type=click.Choice(get_args(Edition))),
     ):
         command = decorate(command)
     return command

@@ -32,6 +32,7 @@ _JPEG_QUALITY = 90
 _MIN_PIECE_PIXELS = 4
 # Number of images for `--use-synthetic-data`.
 _BENCHMARK_TRAIN_IMAGES, _BENCHMARK_VAL_IMAGES = 64, 8
+# Minimum width and height of the images in pixels.
 _MIN_SIDE = 64
 
 
@@ -42,9 +43,9 @@ class SyntheticConfig(FrozenConfig):
     """Number of training images."""
     val: int = Field(200, ge=1)
     """Number of validation images."""
-    width: int = Field(320, ge=64)
+    width: int = Field(320, ge=_MIN_SIDE)
     """Width of the images in pixels. Every second image has width and height swapped."""
-    height: int = Field(256, ge=64)
+    height: int = Field(256, ge=_MIN_SIDE)
     """Height of the images in pixels."""
     seed: int = Field(0, ge=0)
     """Seed of all random choices."""
