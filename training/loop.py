@@ -105,7 +105,7 @@ class TrainingLoop:
                 one rank, and a step is complete, a checkpoint is written before the error.
             ConfigError: A tracker cannot start.
             DivergenceError: A loss or a weight is not finite.
-            GpuMemoryError: A step needs more memory than the GPU has.
+            GpuMemoryError: A step or an evaluation needs more memory than the GPU has.
             TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
         """
         trainer, config = self._trainer, self._config

@@ -45,7 +45,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
         ZooError: The published model that `weights` names does not exist, or is not supported.
         DownloadError: The download of the initial weights failed.
         DivergenceError: A loss or a weight is not finite.
-        GpuMemoryError: A step needs more memory than the GPU has.
+        GpuMemoryError: A step or an evaluation needs more memory than the GPU has.
         RankLostError: Another rank ended, or did not answer for 30 minutes.
         ExpectationError: A final metric is missing, or is below its value in `evaluation.expected`
             by more than `evaluation.tolerance`.
@@ -81,6 +81,7 @@ def evaluate_checkpoint(
     Raises:
         ConfigError: There is no validation set, or it has categories that the checkpoint lacks.
         DataError: The validation set is unreadable.
+        GpuMemoryError: A batch needs more memory than the GPU has.
     """
     set_arithmetic(config)
     with terminal_progress(rank) as progress:

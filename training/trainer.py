@@ -41,26 +41,7 @@ def set_arithmetic(config: TrainConfig) -> None:
 
 
 class GpuMemoryError(Exception):
-    """A training step needs more memory than the GPU has."""
-
-    def __init__(self, config: TrainConfig, world_size: int) -> None:
-        solver, passes = config.solver, config.solver.accumulate
-        share = solver.images_per_batch // world_size
-        images = share // passes
-        if images > 1:
-            more = next(n for n in range(2 * passes, share + 1) if share % n == 0)
-            remedy = (
-                f"set solver.accumulate={more}, which computes the same step with "
-                f"{counted(share // more, 'image')} per pass, or lower solver.images_per_batch"
-            )
-        elif config.precision in ("fp32", "tf32"):
-            remedy = "set precision=bf16, or lower data.min_size and data.max_size"
-        else:
-            remedy = "lower data.min_size and data.max_size, or choose a smaller backbone"
-        largest = max(config.data.buckets, key=math.prod)
-        super().__init__(
-            f"out of GPU memory (images per pass: {images}, of up to {largest} pixels); {remedy}"
-        )
+    """A training step or an evaluation needs more memory than the GPU has."""
 
 
 class Trainer:
@@ -225,7 +206,7 @@ class Trainer:
         try:
             return self._step(batches)
         except torch.OutOfMemoryError as error:
-            raise GpuMemoryError(self.config, self.worker.world_size) from error
+            raise GpuMemoryError(_memory_message(self.config, self.worker.world_size)) from error
 
     def _step(self, batches: Sequence[Batch]) -> Tensor:
         config, world_size = self.config.solver, self.worker.world_size
@@ -287,3 +268,22 @@ class Trainer:
         if dtype is None:
             return nullcontext()
         return torch.autocast(self.worker.device.type, dtype)
+
+
+def _memory_message(config: TrainConfig, world_size: int) -> str:
+    """Return the message for a training step that needs more memory than the GPU has."""
+    solver, passes = config.solver, config.solver.accumulate
+    share = solver.images_per_batch // world_size
+    images = share // passes
+    if images > 1:
+        more = next(n for n in range(2 * passes, share + 1) if share % n == 0)
+        remedy = (
+            f"set solver.accumulate={more}, which computes the same step with "
+            f"{counted(share // more, 'image')} per pass, or lower solver.images_per_batch"
+        )
+    elif config.precision in ("fp32", "tf32"):
+        remedy = "set precision=bf16, or lower data.min_size and data.max_size"
+    else:
+        remedy = "lower data.min_size and data.max_size, or choose a smaller backbone"
+    largest = max(config.data.buckets, key=math.prod)
+    return f"out of GPU memory (images per pass: {images}, of up to {largest} pixels); {remedy}"

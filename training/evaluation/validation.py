@@ -1,9 +1,11 @@
 """Evaluate on the validation set, and check early-stopping targets and expected metrics."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from rich.progress import Progress
 
 from ...model.bundle.manifest import Category
@@ -14,7 +16,7 @@ from ..data.coco.dataset import CocoDataset
 from ..data.loading.loader import BatchLoader, eval_loader
 from ..distributed import Worker
 from ..reporting import with_progress
-from ..trainer import AUTOCAST_DTYPES
+from ..trainer import AUTOCAST_DTYPES, GpuMemoryError
 from .coco_curves import IOU_TYPES
 from .coco_metrics import IOU_TITLES, summary_lines
 from .evaluator import CocoEvaluator, evaluate_model, validation_losses
@@ -83,6 +85,9 @@ class Validation:
         Returns:
             Metrics by name, the same on all ranks. The dictionary is empty if
             `evaluation.skip_eval` is set.
+
+        Raises:
+            GpuMemoryError: A batch needs more memory than the GPU has.
         """
         config, worker = self._config, self._worker
         settings = config.evaluation
@@ -90,14 +95,16 @@ class Validation:
         loader = self._loader()
         batches = with_progress(loader, len(loader), progress, "evaluating")
         autocast = AUTOCAST_DTYPES.get(config.precision)
-        evaluate_model(model, batches, evaluator, worker.device, autocast)
+        with self._memory_errors():
+            evaluate_model(model, batches, evaluator, worker.device, autocast)
         self.draw(model, iteration)
         measure = not settings.skip_eval
         metrics = evaluator.evaluate(self.folder, measure=measure, report=report)
         if settings.losses and measure:
             loader = self._loader(ground_truth=True)
             batches = with_progress(loader, len(loader), progress, "validation loss")
-            metrics |= validation_losses(model, batches, worker, autocast)
+            with self._memory_errors():
+                metrics |= validation_losses(model, batches, worker, autocast)
         return metrics
 
     def drawing_is_due(self, iteration: int) -> bool:
@@ -117,6 +124,9 @@ class Validation:
         Args:
             model: Model to evaluate. It is not changed.
             iteration: Number of iterations that the model was trained for. 0: unknown.
+
+        Raises:
+            GpuMemoryError: A batch needs more memory than the GPU has.
         """
         config, worker = self._config, self._worker
         if not config.evaluation.draw_images or not worker.is_main:
@@ -128,9 +138,9 @@ class Validation:
         # Few images need no data-loading processes, which take seconds to start.
         data = config.data.model_copy(update={"workers": 0})
         batches = eval_loader(chosen, config.model_copy(update={"data": data}))
-        evaluate_model(
-            model, batches, evaluator, worker.device, AUTOCAST_DTYPES.get(config.precision)
-        )
+        autocast = AUTOCAST_DTYPES.get(config.precision)
+        with self._memory_errors():
+            evaluate_model(model, batches, evaluator, worker.device, autocast)
         title = f"detected after {iteration} iterations" if iteration else "detected"
         draw_detections(chosen, evaluator.mask_results(), title, self.drawing(iteration))
         iterations = self._drawing_iterations()
@@ -144,6 +154,20 @@ class Validation:
     def drawing(self, iteration: int) -> Path:
         """Return the path of the PNG file that `draw` writes after `iteration` iterations."""
         return self._config.output_dir / _DRAWINGS_FOLDER / f"{iteration:07d}.png"
+
+    @contextmanager
+    def _memory_errors(self) -> Iterator[None]:
+        """Convert torch's error in a `with` block to `GpuMemoryError`."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            images = self._config.evaluation.images_per_batch
+            keys = (
+                "evaluation.images_per_batch" if images > 1 else "data.min_size and data.max_size"
+            )
+            raise GpuMemoryError(
+                f"out of GPU memory in an evaluation (images per batch: {images}); lower {keys}"
+            ) from error
 
     def _loader(self, *, ground_truth: bool = False) -> BatchLoader:
         worker = self._worker

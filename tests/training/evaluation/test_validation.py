@@ -18,6 +18,7 @@ from tiny_run import LoadTiny, measure, run_in_two_processes
 
 from maskrcnn_trt.benchmarks.accuracy import evaluate
 from maskrcnn_trt.model.losses import LOSS_NAMES
+from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 from maskrcnn_trt.training.config import ConfigError, EvaluationConfig
 from maskrcnn_trt.training.curves import draw_curves
 from maskrcnn_trt.training.evaluation.validation import (
@@ -27,6 +28,7 @@ from maskrcnn_trt.training.evaluation.validation import (
 )
 from maskrcnn_trt.training.reporting import METRICS_FILE
 from maskrcnn_trt.training.run import run_training
+from maskrcnn_trt.training.trainer import GpuMemoryError
 
 NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 
@@ -159,6 +161,19 @@ def test_an_unreadable_image_is_ignored(
     rest.write_text(json.dumps(content))
     expected, _ = _by_hand(rest, tmp_path / "inference" / "segm.json", "segm")
     assert [metrics[f"segm/{name}"] for name in NAMES] == pytest.approx(expected.stats, abs=1e-6)
+
+
+@pytest.mark.parametrize(("images", "key"), [(8, "evaluation.images"), (1, "data.min_size")])
+def test_out_of_memory_names_the_key_to_lower(
+    tiny_config: Path, tiny_checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, images: int, key: str,
+) -> None:  # fmt: skip
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(MaskRCNN, "detect", fail)
+    with pytest.raises(GpuMemoryError, match=rf"images per batch: {images}\); lower {key}"):
+        measure(tiny_checkpoint, tiny_config, tmp_path, f"evaluation.images_per_batch={images}")
 
 
 def test_metrics_are_written_before_the_expectation_fails(
