@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class _TrainCommand(ConfiguredCommand):
-    """Command `train`. If its first argument is `finetune`, it runs that subcommand instead."""
+    """Command `train`. If its first argument is `finetune`, it runs that subcommand instead.
+
+    Options of the subcommand may precede its name.
+    """
 
     def make_context(
         self,
@@ -25,15 +28,16 @@ class _TrainCommand(ConfiguredCommand):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
-        """Return the context of `train finetune` if `args[0]` is `finetune`, else of `train`.
+        """Return the context of `train finetune` or of `train`, by the first argument in `args`.
 
         Raises:
-            click.UsageError: `args[0]` is a misspelling of `finetune`. It has no suffix, and no
-                file has this name.
+            click.UsageError: The first argument is a misspelling of `finetune`. It has no suffix,
+                and no file has this name.
         """
-        first = next(iter(args), "")
+        first = next((word for word in args if not word.startswith("-")), "")
         if first == "finetune":
-            return finetune.make_context(f"{info_name} finetune", args[1:], parent, **extra)
+            args.remove("finetune")
+            return finetune.make_context(f"{info_name} finetune", args, parent, **extra)
         is_path = Path(first).suffix or Path(first).exists()
         if difflib.get_close_matches(first, ["finetune"]) and not is_path:
             raise click.UsageError(f"{first!r} is unknown; did you mean `train finetune`?")

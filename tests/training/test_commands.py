@@ -60,7 +60,8 @@ def test_no_key_is_needed(tmp_path: Path) -> None:
     output = tmp_path / "run"
     config.write_text(f"{{base: quick, output_dir: {output}, data: {{train: {paths}}}}}")
     assert isinstance(CliRunner().invoke(train, [str(config)]).exception, DataError)
-    assert isinstance(CliRunner().invoke(train, ["finetune", "nowhere"]).exception, DataError)
+    for arguments in (["finetune", "nowhere"], ["--dry-run", "finetune", "nowhere"]):
+        assert isinstance(CliRunner().invoke(train, arguments).exception, DataError)
 
 
 def test_mistyped_keys_are_reported_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
