@@ -16,6 +16,7 @@ from ...model.checkpoint import Checkpoint
 from ...model.config.error_messages import validation_message
 from ...model.config.overrides import with_overrides
 from ...model.config.reference import text_from_value
+from ...model.plurals import counted
 from ...model.shell_commands import shell_path
 from ...model.weights.layouts import CLASS_ROWS
 from ..config import ConfigError, TrainConfig, check_length
@@ -73,13 +74,14 @@ class Finetuning:
         """Text with the numbers of images to train on, and of images without objects."""
         empty = sum(not record.objects for record in self.train.records)
         usable = len(self.train) - len(self.unusable)
+        text = counted(usable, "training image")
         if not empty:
-            return f"{usable} training images"
+            return text
         if self.config.data.keep_empty:
-            return f"{usable} training images, {empty} of them without objects"
+            return f"{text}, {empty} of them without objects"
         return (
-            f"{usable - empty} training images; images without objects are left out: {empty} (to "
-            "train on them, set data.keep_empty=true)"
+            f"{counted(usable - empty, 'training image')}; images without objects are left out: "
+            f"{empty} (to train on them, set data.keep_empty=true)"
         )
 
     @property
