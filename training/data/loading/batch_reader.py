@@ -76,7 +76,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
                 f"{dataset.name} has no image with an annotated object; to train on images without "
                 "objects, set data.keep_empty=true"
             )
-        self.records: Sequence[ImageRecord] = PackedRecords(records)
+        self.records = PackedRecords(records)
         self.buckets = tuple(map(self._bucket_of, records))
         self.repeat_factors = repeat_factors(records, config.repeat_threshold)
 

@@ -1,9 +1,9 @@
 """Image records in one block of bytes, which lies in memory shared by data-loading processes."""
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from ..coco.dataset import ImageRecord
 from ..coco.segmentation_masks import Segmentation
 
 
-class PackedRecords(Sequence[ImageRecord]):
+class PackedRecords:
     """Sequence of image records in one block of bytes. Each access unpacks a record.
 
     Forked processes share the block. They would not share a tuple of records: reading a Python
@@ -29,13 +29,7 @@ class PackedRecords(Sequence[ImageRecord]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> ImageRecord: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[ImageRecord]: ...
-    def __getitem__(self, index: int | slice) -> ImageRecord | list[ImageRecord]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
+    def __getitem__(self, index: int) -> ImageRecord:
         number = range(len(self))[index]
         start = self._ends[number - 1] if number else 0
         return _unpack(memoryview(self._content)[start : self._ends[number]])
