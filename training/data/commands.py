@@ -42,19 +42,9 @@ def _classes_from_text(
     return names
 
 
-@click.group()
+@click.group(commands=[convert, inspect, split, merge, filter_, download, verify, extract])
 def data() -> None:
     """Download, generate, convert, edit and inspect data sets in COCO format."""
-
-
-data.add_command(convert)
-data.add_command(inspect)
-data.add_command(split)
-data.add_command(merge)
-data.add_command(filter_)
-data.add_command(download)
-data.add_command(verify)
-data.add_command(extract)
 
 
 @data.command()
