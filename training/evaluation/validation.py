@@ -61,11 +61,6 @@ class Validation:
         self._categories = categories
         self._worker = worker
 
-    @property
-    def folder(self) -> Path:
-        """Folder for files with detections and metrics."""
-        return self._config.output_dir / RESULTS_FOLDER
-
     def measure(
         self,
         model: MaskRCNN,
@@ -98,8 +93,9 @@ class Validation:
         with self._memory_errors():
             evaluate_model(model, batches, evaluator, worker.device, autocast)
         self.draw(model, iteration)
+        folder = config.output_dir / RESULTS_FOLDER
         measure = not settings.skip_eval
-        metrics = evaluator.evaluate(self.folder, measure=measure, report=report)
+        metrics = evaluator.evaluate(folder, measure=measure, report=report)
         if settings.losses and measure:
             loader = self._loader(ground_truth=True)
             batches = with_progress(loader, len(loader), progress, "validation loss")
