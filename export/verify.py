@@ -119,9 +119,9 @@ class ReferenceBatch(NamedTuple):
     threshold: float
 
 
-# Function that takes a batch of images and their sizes, and returns the model's outputs in the
-# order of `OUTPUT_NAMES`.
-Infer = Callable[[Pixels, NDArray[np.int64]], Sequence[NDArray[Any]]]
+# Function that takes a batch of images, in the model's input type, and their sizes. It returns the
+# model's outputs in the order of `OUTPUT_NAMES`.
+Infer = Callable[[NDArray[Any], NDArray[np.int64]], Sequence[NDArray[Any]]]
 
 
 def reference_batches(
@@ -166,7 +166,7 @@ def compare_artifact(
     """
     comparison = Comparison(artifact, TOLERANCES[artifact.precision])
     for batch in batches:
-        outputs = infer(batch.images, batch.image_sizes)
+        outputs = infer(batch.images.astype(artifact.input_dtype), batch.image_sizes)
         actual = BatchDetections(*map(torch.from_numpy, outputs))
         floor = batch.threshold + comparison.tolerance.scores
         for index in range(len(batch.images)):
@@ -178,24 +178,15 @@ def compare_artifact(
 
 def _session_runner(bundle: Path, artifact: Artifact) -> Infer:
     session = onnxruntime.InferenceSession(verified_path(bundle, artifact))
-
-    def infer(images: Pixels, image_sizes: NDArray[np.int64]) -> Sequence[NDArray[Any]]:
-        arrays = images.astype(artifact.input_dtype), image_sizes
-        outputs: Sequence[NDArray[Any]] = session.run(
-            OUTPUT_NAMES, dict(zip(INPUT_NAMES, arrays, strict=True))
-        )
-        return outputs
-
-    return infer
+    return lambda *inputs: session.run(OUTPUT_NAMES, dict(zip(INPUT_NAMES, inputs, strict=True)))
 
 
 def _program_runner(bundle: Path, artifact: Artifact) -> Infer:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     program = load_artifact(bundle, artifact, device)
 
-    def infer(images: Pixels, image_sizes: NDArray[np.int64]) -> Sequence[NDArray[Any]]:
-        arrays = images.astype(artifact.input_dtype), image_sizes
-        outputs = program(*(torch.from_numpy(array).to(device) for array in arrays))
+    def infer(*inputs: NDArray[Any]) -> Sequence[NDArray[Any]]:
+        outputs = program(*(torch.from_numpy(array).to(device) for array in inputs))
         return [output.cpu().numpy() for output in outputs]
 
     return infer

@@ -107,7 +107,8 @@ def _send_items(
         for item in function(*args, **kwargs):
             sender.send((item, None))
     except Exception as error:
-        _send_error(sender, error)
+        error.add_note("".join(traceback.format_exception(error)))  # pickling drops the traceback
+        sender.send((None, error))
 
 
 def call_in_processes(
@@ -154,15 +155,7 @@ def call_in_processes(
 def _send_result(
     sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    try:
-        sender.send((function(*arguments), None))
-    except Exception as error:
-        _send_error(sender, error)
-
-
-def _send_error(sender: Connection, error: Exception) -> None:
-    error.add_note("".join(traceback.format_exception(error)))  # pickling drops the traceback
-    sender.send((None, error))
+    _send_items(sender, lambda: [function(*arguments)], (), {})
 
 
 def _received(receiver: Any) -> Any:
