@@ -19,7 +19,6 @@ from maskrcnn_trt.model.bundle.manifest import (
     Manifest,
     read_manifest,
     sha256_of,
-    write_manifest,
 )
 from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES
 from maskrcnn_trt.model.checkpoint import load_checkpoint
@@ -58,20 +57,16 @@ def test_images_are_compared_in_their_bucket(
 def with_shifted_weights(
     bundle: Path, copy: Path, name: str, shift: float | list[float]
 ) -> Manifest:
-    """Copy a bundle, shift weights of its first artifact, and update the hash in the manifest."""
-    shutil.copytree(bundle, copy)
-    manifest = read_manifest(copy)
-    first, *others = manifest.artifacts
-    path = copy / first.path
-    proto = onnx.load(path)
+    """Copy a bundle's first artifact with shifted weights, and return its manifest."""
+    manifest = read_manifest(bundle)
+    first = manifest.artifacts[0]
+    proto = onnx.load(bundle / first.path)
     (tensor,) = (t for t in proto.graph.initializer if t.name == name)
     weights = numpy_helper.to_array(tensor) + np.array(shift, np.float32)
     tensor.CopyFrom(numpy_helper.from_array(weights, name))
-    onnx.save(proto, path)
-    first = first.model_copy(update={"sha256": sha256_of(path)})
-    manifest = manifest.model_copy(update={"artifacts": (first, *others)})
-    write_manifest(copy, manifest)
-    return manifest
+    onnx.save(proto, copy / first.path)
+    first = first.model_copy(update={"sha256": sha256_of(copy / first.path)})
+    return manifest.model_copy(update={"artifacts": (first,)})
 
 
 @pytest.mark.parametrize(
@@ -87,12 +82,10 @@ def with_shifted_weights(
 def test_changed_weights_fail(
     bundle: Path, tiny_checkpoint: Path, tmp_path: Path, name: str, shift: float | list[float]
 ) -> None:
-    copy = tmp_path / "changed"
-    manifest = with_shifted_weights(bundle, copy, name, shift)
-    changed, untouched = verify_bundle(copy, manifest, load_checkpoint(tiny_checkpoint), [])
+    manifest = with_shifted_weights(bundle, tmp_path, name, shift)
+    (changed,) = verify_bundle(tmp_path, manifest, load_checkpoint(tiny_checkpoint), [])
     assert not changed.passed
     assert changed.missed > 0
-    assert untouched.passed
 
 
 def test_additional_detections_fail(bundle: Path, tiny_checkpoint: Path) -> None:
