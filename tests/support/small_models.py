@@ -1,11 +1,13 @@
 """Small models with any backbone, which detect objects although their weights are random."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchvision.models import resnet
 
+from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES
 from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
 from maskrcnn_trt.model.targets import Targets
@@ -104,6 +106,12 @@ def ground_truth() -> Targets:
         for row, (x1, y1, x2, y2) in enumerate(boxes[image].tolist()):
             masks[image, row, y1 : (y1 + y2) // 2, x1:x2] = 1
     return Targets(boxes.float(), labels, masks)
+
+
+def detections_from_session(session: Any, images: Tensor, sizes: Tensor) -> BatchDetections:
+    """Run an exported model, given as a session of ONNX Runtime."""
+    feeds = {"images": images.numpy(), "image_sizes": sizes.numpy()}
+    return BatchDetections(*map(torch.from_numpy, session.run(OUTPUT_NAMES, feeds)))
 
 
 def assert_same(found: BatchDetections, expected: BatchDetections) -> None:

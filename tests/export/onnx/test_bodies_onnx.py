@@ -14,6 +14,7 @@ from small_models import (
     SHORT_RESNET50,
     WIDTH,
     assert_same,
+    detections_from_session,
     noise_images,
     random_model,
     small_config,
@@ -23,9 +24,8 @@ from torchvision.models import resnet
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint
 from maskrcnn_trt.export.onnx.export import onnx_from_model
 from maskrcnn_trt.export.onnx.precision import fold_batch_norms
-from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES, ShapeBucket
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
-from maskrcnn_trt.model.mask_rcnn import BatchDetections
 from maskrcnn_trt.model.masks import mask_from_rle
 from maskrcnn_trt.serving.offline import Detector
 
@@ -57,8 +57,9 @@ def test_runtime_reproduces_the_model_for_every_body(
         expected = model(images, sizes)
     assert expected.num_detections.min() > 0
     fold_batch_norms(model)
-    found = detections_from_onnx(model, images, sizes)
-    assert_same(found, expected)
+    proto = onnx_from_model(model, ShapeBucket(HEIGHT, WIDTH), torch.uint8)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    assert_same(detections_from_session(session, images, sizes), expected)
 
 
 @pytest.mark.slow
@@ -92,12 +93,3 @@ def test_c4_bundle_runs_in_half_precision(tiny_checkpoint: Path, tmp_path: Path)
         expected = model.detect(images, sizes)
     # Lower scores may differ, because rounding decides near a threshold.
     assert found.scores[0] == pytest.approx(float(expected.scores[0, 0]), abs=2e-2)
-
-
-def detections_from_onnx(
-    model: torch.nn.Module, images: torch.Tensor, sizes: torch.Tensor
-) -> BatchDetections:
-    proto = onnx_from_model(model, ShapeBucket(HEIGHT, WIDTH), torch.uint8)
-    session = onnxruntime.InferenceSession(proto.SerializeToString())
-    feeds = {"images": images.numpy(), "image_sizes": sizes.numpy()}
-    return BatchDetections(*map(torch.from_numpy, session.run(OUTPUT_NAMES, feeds)))

@@ -8,13 +8,13 @@ import onnxruntime
 import pytest
 import torch
 from shared_exports import cached_exports
-from small_models import assert_same
+from small_models import assert_same, detections_from_session
 from torch import Tensor
 
 from maskrcnn_trt.export import bundle
-from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES, ShapeBucket
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.checkpoint import load_checkpoint
-from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
+from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 
 pytestmark = pytest.mark.slow
 
@@ -38,13 +38,6 @@ def session(proto: onnx.ModelProto) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(proto.SerializeToString())
 
 
-def detections_of(
-    session: onnxruntime.InferenceSession, images: Tensor, sizes: Tensor
-) -> BatchDetections:
-    feeds = {"images": images.numpy(), "image_sizes": sizes.numpy()}
-    return BatchDetections(*map(torch.from_numpy, session.run(OUTPUT_NAMES, feeds)))
-
-
 @pytest.mark.parametrize("batch", [1, 2, 3, 8])
 def test_runtime_reproduces_the_model(
     session: onnxruntime.InferenceSession, model: MaskRCNN, smooth_noise: Images, batch: int
@@ -52,7 +45,7 @@ def test_runtime_reproduces_the_model(
     images, sizes = (part[-batch:] for part in smooth_noise)
     with torch.inference_mode():
         expected = model.detect(images, sizes)
-    found = detections_of(session, images.float(), sizes)
+    found = detections_from_session(session, images.float(), sizes)
     if batch == 8:
         assert expected.num_detections.min() == 0
         assert expected.num_detections.max() > 0
@@ -65,7 +58,7 @@ def test_batch_without_any_detection(
     images, sizes = smooth_noise
     with torch.inference_mode():
         empty = model.detect(images, sizes).num_detections == 0
-    found = detections_of(session, images[empty].float(), sizes[empty])
+    found = detections_from_session(session, images[empty].float(), sizes[empty])
     assert not any(part.any() for part in found)
 
 

@@ -7,9 +7,8 @@ import onnx.inliner
 import onnxruntime
 import torch
 from onnx import NodeProto, helper
-from small_models import HEIGHT, WIDTH, noise_images
+from small_models import HEIGHT, WIDTH, assert_same, detections_from_session, noise_images
 
-from maskrcnn_trt.model.bundle.spec import OUTPUT_NAMES
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 
 LAYOUT_SENSITIVE = {"Conv", "ConvTranspose", "GridSample", "MaxPool"}
@@ -54,8 +53,4 @@ def test_transposes_can_move_past_every_node(tiny_checkpoint: Path, bundle: Path
     assert expected.num_detections.min() > 0
     proto = onnx.load(bundle / "model-fp32-96x160.onnx")
     session = onnxruntime.InferenceSession(channels_last(proto).SerializeToString())
-    feeds = {"images": padded.numpy(), "image_sizes": sizes.numpy()}
-    found = dict(zip(OUTPUT_NAMES, session.run(OUTPUT_NAMES, feeds), strict=True))
-    assert found["num_detections"].tolist() == expected.num_detections.tolist()
-    torch.testing.assert_close(torch.from_numpy(found["masks"]), expected.masks, atol=1e-3, rtol=0)
-    torch.testing.assert_close(torch.from_numpy(found["boxes"]), expected.boxes, atol=1e-2, rtol=0)
+    assert_same(detections_from_session(session, padded, sizes), expected)
