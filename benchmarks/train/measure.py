@@ -214,10 +214,11 @@ def measure_rank(
     import torch
 
     from ...training.config import ConfigError
+    from ...training.trainer import GpuMemoryError
 
     try:
         return _measure_steps(config, engine, settings)
-    except torch.OutOfMemoryError:
+    except (GpuMemoryError, torch.OutOfMemoryError):  # of `Trainer`, of torchvision's trainer
         raise ConfigError(
             f"{engine} in {config.precision} ran out of GPU memory at solver.images_per_batch="
             f"{config.solver.images_per_batch}; lower it"

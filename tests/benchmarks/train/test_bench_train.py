@@ -13,7 +13,13 @@ from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.benchmarks.common.timing import Latency
 from maskrcnn_trt.benchmarks.common.torchvision_baseline import TorchvisionTrainer
 from maskrcnn_trt.benchmarks.train import train, train_record
-from maskrcnn_trt.benchmarks.train.measure import TrainEngine, TrainPrecision, TrainResult
+from maskrcnn_trt.benchmarks.train.measure import (
+    TrainEngine,
+    TrainPrecision,
+    TrainResult,
+    TrainSettings,
+    measure_rank,
+)
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import ConfigError, TrainConfig, load_config
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
@@ -22,7 +28,7 @@ from maskrcnn_trt.training.data.loading.loader import train_loader
 from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_dataset
 from maskrcnn_trt.training.distributed import Worker
 from maskrcnn_trt.training.run import run_training
-from maskrcnn_trt.training.trainer import Trainer
+from maskrcnn_trt.training.trainer import GpuMemoryError, Trainer
 
 CHANGES = """
 base: tiny.yaml
@@ -97,6 +103,21 @@ def test_two_processes_report_one_step(config_path: Path, tmp_path: Path):
     (run,) = json.loads(record.read_text())["results"]
     assert (run["processes"], run["batch"]) == (2, 2)
     assert torch.tensor(run["losses"]).shape == (2, 5)
+
+
+def test_lack_of_gpu_memory_names_the_batch_size(
+    config_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The error of `Trainer` could not be sent to the parent process."""
+
+    def step(trainer: Trainer, _: object) -> None:
+        raise GpuMemoryError(trainer.config, world_size=1)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    config = load_config(str(config_path), [])
+    settings = TrainSettings(precisions=("fp32",), iterations=1, warmup=0)
+    with pytest.raises(ConfigError, match=r"GPU memory at solver\.images_per_batch=2"):
+        measure_rank(config, "this", settings, {})
 
 
 def test_torchvision_is_not_trained_by_two_processes(config_path: Path):
