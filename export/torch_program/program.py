@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
         for each program, the manifest entry of the compiled program, or None if there is no GPU.
 
     Raises:
-        EngineError: there is a GPU, but no C compiler.
+        EngineError: there is a GPU, but no C compiler. Or a compiling process died.
     """
     if not torch.cuda.is_available():
         return [None] * len(compilations)
@@ -121,9 +122,15 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
         min(_MAX_COMPILATIONS, len(os.sched_getaffinity(0))),
         multiprocessing.get_context("spawn"),
     )
-    with processes:
-        for future in [processes.submit(_compile, compilation) for compilation in compilations]:
-            future.result()
+    try:
+        with processes:
+            for future in [processes.submit(_compile, c) for c in compilations]:
+                future.result()
+    except BrokenProcessPool:
+        raise EngineError(
+            "a process that compiled a torch program died, probably because memory ran out; free "
+            "memory, or export fewer precisions and input sizes at a time"
+        ) from None
     target = current_target(torch.device("cuda"))
     return [
         CompiledProgram(path=path.name, sha256=sha256_of(path), target=target)

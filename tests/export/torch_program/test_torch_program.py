@@ -1,3 +1,4 @@
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -168,6 +169,14 @@ def test_full_disk_raises(tmp_path: Path) -> None:
     program = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
     with pytest.raises(OSError, match="No space left"):
         write_program(program, tmp_path / "model.pt2")
+
+
+def test_killed_compilation_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CC", "gcc")
+    monkeypatch.setattr("maskrcnn_trt.export.torch_program.program._compile", os._exit)
+    with pytest.raises(EngineError, match="memory ran out"):
+        compile_programs([3])
 
 
 def test_gpu_without_a_c_compiler_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
