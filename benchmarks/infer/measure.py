@@ -21,7 +21,15 @@ from ..common.processes import (
 )
 from ..common.timing import Latency, latency_from_seconds, measure_call_rate, measure_durations
 from .gpu_time import MatmulRoofline, StageTimes, measure_matmul_rooflines, measure_stages
-from .runners import BatchRun, DataPlace, EngineChoice, InferBaseline, Runner, first_bucket
+from .runners import (
+    BatchRun,
+    BundleRunner,
+    DataPlace,
+    EngineChoice,
+    InferBaseline,
+    TorchRunner,
+    first_bucket,
+)
 
 # Minimum length of the warm-up as a fraction of `InferSettings.seconds`.
 _WARMUP_SHARE = 0.2
@@ -230,7 +238,7 @@ def _measure_engine(
 
 def _measure_batches(
     choice: EngineChoice,
-    runner: Runner,
+    runner: BundleRunner | TorchRunner,
     batches: list[NDArray[np.uint8]],
     measure: Callable[[BatchRun, int], Measurement | None],
 ) -> Iterator[Measurement]:

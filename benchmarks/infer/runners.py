@@ -1,10 +1,10 @@
 """Runners of the engines to measure: a bundle's backend, the eager model, torchvision's model."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,17 +58,6 @@ class BatchRun:
         return outputs
 
 
-class Runner(Protocol):
-    """Interface for running batches of images on a loaded inference engine."""
-
-    def batch_runs(self, images: NDArray[np.uint8]) -> Sequence[BatchRun]:
-        """Return one `BatchRun` of images [B, 3, H, W] for each supported kind of memory.
-
-        If both kinds are supported, the `BatchRun` for device memory comes first, then the one for
-        host memory.
-        """
-
-
 @dataclass(frozen=True)
 class EngineChoice:
     """Engine to measure: a model, its precision, and the backend or baseline that runs it."""
@@ -88,7 +77,7 @@ class EngineChoice:
             return "bundle" if self.backend == "auto" else self.backend
         return "torchvision" if self.with_torchvision else "eager"
 
-    def load(self, bucket: ShapeBucket, max_batch: int) -> Runner:
+    def load(self, bucket: ShapeBucket, max_batch: int) -> "BundleRunner | TorchRunner":
         """Load the engine for an input size and batches of at most `max_batch` images.
 
         Raises:
