@@ -9,7 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import NamedTuple
 
@@ -248,10 +247,7 @@ def _measure(
 def _client_processes(count: int) -> Iterator[ProcessPoolExecutor]:
     """Start `count` client processes, and yield their pool when all of them run."""
     context = get_context("spawn")
-    with ProcessPoolExecutor(count, context, _await_all, (context.Barrier(count),)) as pool:
+    wait_for_all = context.Barrier(count).wait
+    with ProcessPoolExecutor(count, context, wait_for_all, (_START_LIMIT_S,)) as pool:
         list(pool.map(abs, range(count)))
         yield pool
-
-
-def _await_all(barrier: Barrier) -> None:
-    barrier.wait(_START_LIMIT_S)
