@@ -9,7 +9,6 @@ from typing import Any
 
 from ..model.bundle.manifest import (
     Artifact,
-    BatchProfile,
     BundleError,
     Manifest,
     read_manifest,
@@ -60,7 +59,7 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
     names = []
     for artifact in served:
         name = f"{manifest.model_name}-{artifact.precision}-{artifact.bucket}-{artifact.kind}"
-        config = _config(name, manifest, artifact)
+        config = "".join(f"{line}\n" for line in _lines(_config(name, manifest, artifact)))
         _add_version(repository, name, verified_path(bundle, artifact), artifact, config)
         names.append(name)
     return tuple(names)
@@ -99,8 +98,8 @@ def _add_version(
         (fresh / "config.pbtxt").replace(model / "config.pbtxt")
 
 
-def _config(name: str, manifest: Manifest, artifact: Artifact) -> str:
-    """Return the text of Triton's `config.pbtxt` for a model."""
+def _config(name: str, manifest: Manifest, artifact: Artifact) -> dict[str, Any]:
+    """Return the fields of Triton's `config.pbtxt` for a model."""
     profiles = () if artifact.engine is None else artifact.engine.profiles
     max_batch = max((profile.max for profile in profiles), default=_MAX_BATCH)
     inputs, outputs = _tensors_of(manifest, artifact)
@@ -111,35 +110,32 @@ def _config(name: str, manifest: Manifest, artifact: Artifact) -> str:
         "preprocessing": manifest.preprocessing.model_dump_json(),
     }
     if profiles:
+        # Triton selects one of these profiles for each batch.
+        indices = [str(index) for index in range(len(profiles))]
+        settings = {"instance_group": [{"kind": BareWord("KIND_GPU"), "profile": indices}]}
         # Allocate what the current profile needs. By default, each profile's context reserves the
         # memory that the largest batch needs.
         text["execution_context_allocation_strategy"] = "ON_PROFILE_CHANGE"
-    return text_from_message(
-        {
-            "name": name,
-            "platform": _PLATFORMS[artifact.kind],
-            "max_batch_size": max_batch,
-            "input": inputs,
-            "output": outputs,
-            "dynamic_batching": {
-                # If each batch size has its own profile, Triton prefers no batch size. A batch then
-                # waits until it is full or the maximum delay has passed.
-                "preferred_batch_size": sorted({p.opt for p in profiles if has_ranges}),
-                "max_queue_delay_microseconds": _MAX_DELAY_US,
-            },
-            "model_warmup": [_warmup(inputs, batch) for batch in dict.fromkeys(warm)],
-            "parameters": [
-                {"key": key, "value": {"string_value": value}} for key, value in text.items()
-            ],
-            **(_plan_settings(profiles) if profiles else _onnx_settings(artifact)),
-        }
-    )
-
-
-def _plan_settings(profiles: Sequence[BatchProfile]) -> dict[str, Any]:
-    """Return the settings with which Triton selects a TensorRT profile for each batch."""
-    indices = [str(index) for index in range(len(profiles))]
-    return {"instance_group": [{"kind": BareWord("KIND_GPU"), "profile": indices}]}
+    else:
+        settings = _onnx_settings(artifact)
+    return {
+        "name": name,
+        "platform": _PLATFORMS[artifact.kind],
+        "max_batch_size": max_batch,
+        "input": inputs,
+        "output": outputs,
+        "dynamic_batching": {
+            # If each batch size has its own profile, Triton prefers no batch size. A batch then
+            # waits until it is full or the maximum delay has passed.
+            "preferred_batch_size": sorted({p.opt for p in profiles if has_ranges}),
+            "max_queue_delay_microseconds": _MAX_DELAY_US,
+        },
+        "model_warmup": [_warmup(inputs, batch) for batch in dict.fromkeys(warm)],
+        "parameters": [
+            {"key": key, "value": {"string_value": value}} for key, value in text.items()
+        ],
+        **settings,
+    }
 
 
 def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
@@ -205,17 +201,13 @@ class BareWord(str):
     """Enum value or boolean, which Protocol Buffers text format writes without quotes."""
 
 
-def text_from_message(message: Mapping[str, Any]) -> str:
-    """Serialize a message in Protocol Buffers text format, without a schema of the message.
+def _lines(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a message in Protocol Buffers text format, without a schema of it.
 
     Args:
         message: Values by field name. A value is a string, a number, a `BareWord`, a mapping (a
             nested message), or a list of such values (a repeated field).
     """
-    return "\n".join(_lines(message)) + "\n"
-
-
-def _lines(message: Mapping[str, Any]) -> Iterator[str]:
     for name, field in message.items():
         for value in field if isinstance(field, list) else [field]:
             if isinstance(value, Mapping):
