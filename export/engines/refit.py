@@ -41,8 +41,12 @@ def refit_bundle(bundle: Path) -> list[str]:
         if build is None or not build.stripped:
             continue
         plan = verified_path(bundle, artifact)
+        assert artifact.kind in ("tensorrt", "tensorrt-rtx")
+        model = _model_for(bundle, manifest, artifact)
+        trt, engine = load_engine(plan, artifact.kind)
+        refit_engine(trt, engine, model)
         with atomic_write(plan) as file:
-            file.write(_plan_with_weights(plan, artifact, _model_for(bundle, manifest, artifact)))
+            file.write(bytes(engine.serialize()))
         build = build.model_copy(update={"stripped": False})
         facts = {"engine": build, "sha256": sha256_of(plan)}
         artifacts = list(manifest.artifacts)
@@ -70,13 +74,6 @@ def refit_engine(trt: Any, engine: Any, model: bytes) -> None:
         f"cannot insert the weights into the engine: {reason}; build the engine again without "
         "--strip-weights"
     )
-
-
-def _plan_with_weights(plan: Path, artifact: Artifact, model: bytes) -> bytes:
-    assert artifact.kind in ("tensorrt", "tensorrt-rtx")
-    trt, engine = load_engine(plan, artifact.kind)
-    refit_engine(trt, engine, model)
-    return bytes(engine.serialize())
 
 
 def _model_for(bundle: Path, manifest: Manifest, artifact: Artifact) -> bytes:
