@@ -1,5 +1,6 @@
 """gRPC status codes of exceptions, interface of a call's context, and filter for gRPC's log."""
 
+import functools
 import logging
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterable
@@ -24,6 +25,7 @@ from .errors import (
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Method = Callable[[Any, Any, "CallContext"], Awaitable[Any]]
 
 _STATUS: dict[type[Exception], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -136,6 +138,16 @@ async def abort_on_error(response: Awaitable[T], context: CallContext) -> T:
         return await response
     except Exception as error:
         await context.abort(*status_and_message(error))
+
+
+def aborting(method: _Method) -> _Method:
+    """Decorate a method of a servicer with `abort_on_error`."""
+
+    @functools.wraps(method)
+    def call(self: Any, request: Any, context: CallContext) -> Awaitable[Any]:
+        return abort_on_error(method(self, request, context), context)
+
+    return call
 
 
 def truncate_message(message: str) -> str:

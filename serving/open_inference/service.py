@@ -18,7 +18,7 @@ from ..errors import (
     ReloadError,
     StoppingError,
 )
-from ..grpc_status import CallContext, abort_on_error, status_and_message
+from ..grpc_status import CallContext, aborting, status_and_message
 from ..pipeline.pipeline import ModelRepository, Pipeline
 from ..rpc.services import HealthService
 from ..rpc.streams import Admission, Streams
@@ -29,7 +29,6 @@ from .responses import model_config, model_metadata, server_metadata
 _READY = "READY"
 
 _StreamContext = grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse]
-_Method = Callable[["InferenceService", Any, CallContext], Awaitable[Any]]
 
 _SERVICE: Final = f"/{pb.DESCRIPTOR.services_by_name['GRPCInferenceService'].full_name}/"
 # Error messages of unsupported methods, by prefix of the method's name.
@@ -47,16 +46,6 @@ HTTP_ANSWERS: Final = {
     "/models/{model}/trace/setting": _ANSWERS["TraceSetting"],
     "/logging": _ANSWERS["LogSettings"],
 }
-
-
-def _aborting(method: _Method) -> _Method:
-    """Decorate a gRPC method: if it raises, abort the call with the exception's gRPC status."""
-
-    @functools.wraps(method)
-    def call(self: "InferenceService", request: Any, context: CallContext) -> Awaitable[Any]:
-        return abort_on_error(method(self, request, context), context)
-
-    return call
 
 
 class InferenceService(GRPCInferenceServiceServicer):
@@ -106,7 +95,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         """Describe the server."""
         return server_metadata()
 
-    @_aborting
+    @aborting
     async def ModelMetadata(  # noqa: N802
         self, request: pb.ModelMetadataRequest, context: CallContext
     ) -> pb.ModelMetadataResponse:
@@ -114,7 +103,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         pipeline, _ = self._find(request.name, request.version)
         return model_metadata(request.name, pipeline.model)
 
-    @_aborting
+    @aborting
     async def ModelConfig(  # noqa: N802
         self, request: pb.ModelConfigRequest, context: CallContext
     ) -> pb.ModelConfigResponse:
@@ -122,7 +111,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         pipeline, _ = self._find(request.name, request.version)
         return model_config(request.name, pipeline.model, self._config)
 
-    @_aborting
+    @aborting
     async def ModelStatistics(  # noqa: N802
         self, request: pb.ModelStatisticsRequest, context: CallContext
     ) -> pb.ModelStatisticsResponse:
@@ -161,7 +150,7 @@ class InferenceService(GRPCInferenceServiceServicer):
             )
         return index
 
-    @_aborting
+    @aborting
     async def RepositoryModelLoad(  # noqa: N802
         self, request: pb.RepositoryModelLoadRequest, context: CallContext
     ) -> pb.RepositoryModelLoadResponse:
@@ -174,7 +163,7 @@ class InferenceService(GRPCInferenceServiceServicer):
             raise ReloadError(str(error)) from error
         return pb.RepositoryModelLoadResponse()
 
-    @_aborting
+    @aborting
     async def RepositoryModelUnload(  # noqa: N802
         self, request: pb.RepositoryModelUnloadRequest, context: CallContext
     ) -> pb.RepositoryModelUnloadResponse:
@@ -213,7 +202,7 @@ class InferenceService(GRPCInferenceServiceServicer):
             # disconnected.
             task.exception()
 
-    @_aborting
+    @aborting
     def ModelInfer(  # noqa: N802
         self, request: pb.ModelInferRequest, context: CallContext
     ) -> Awaitable[pb.ModelInferResponse]:

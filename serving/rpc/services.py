@@ -13,7 +13,7 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..config import ServeConfig
 from ..detections import ResponseEncoder, TimedResponse
-from ..grpc_status import CallContext, abort_on_error, status_and_message, truncate_message
+from ..grpc_status import CallContext, aborting, status_and_message, truncate_message
 from ..messages import (
     encode_detections,
     model_response,
@@ -60,12 +60,12 @@ class DetectorService:
         # Stops reading requests from streams; see `Streams.stop`.
         self.stop_reading = self._streams.stop
 
+    @aborting
     def Detect(  # noqa: N802 (named by the protocol)
         self, request: pb.DetectRequest, context: CallContext
     ) -> Awaitable[bytes]:
         """Detect objects in one image."""
-        peer = context.peer()
-        return abort_on_error(self._response_to(peer, request), context)
+        return self._response_to(context.peer(), request)
 
     async def DetectStream(  # noqa: N802
         self, requests: AsyncIterator[pb.DetectRequest], context: _StreamContext
@@ -74,13 +74,11 @@ class DetectorService:
         respond = partial(self._stream_response_to, context.peer())
         await self._streams.process(requests, respond, context)
 
+    @aborting
     async def GetModel(  # noqa: N802
         self, request: pb.GetModelRequest, context: CallContext
     ) -> pb.GetModelResponse:
         """Describe a served model."""
-        return await abort_on_error(self._description(request), context)
-
-    async def _description(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
         model = self.find(request.model).model
         buckets = model.batcher().info.buckets
         return model_response(model.manifest, buckets, model.precisions, self._config)
