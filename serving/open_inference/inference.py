@@ -12,7 +12,6 @@ from ..detections import (
     DEFAULT_SCHEDULING,
     DetectionOptions,
     Detections,
-    MaskFormat,
     SchedulingOptions,
     TimedResponse,
     Timing,
@@ -81,8 +80,13 @@ async def infer(
     manifest = model.manifest
     known = [spec.name for spec in output_specs(manifest)]
     outputs = _requested_outputs(request, known) or default_outputs(manifest)
-    options = _detection_options(request, mask_format_of(outputs))
-    scheduling = scheduling_from_request(request, precision, peer)
+    parameters = _parameters_of(request)
+    options = DetectionOptions(
+        score_threshold=parameters.get("score_threshold", 0.0),
+        max_detections=parameters.get("max_detections"),
+        mask_format=mask_format_of(outputs),
+    )
+    scheduling = _scheduling_options(request.model_name, parameters, precision, peer)
     images = validate_input(request, config.images_per_request, config.max_pixels)
     response = pb.ModelInferResponse(
         model_name=request.model_name, model_version=model.version, id=request.id
@@ -139,34 +143,35 @@ async def _detect(
         raise ImageError(f"images[{index}]: {error}") from error
 
 
-def scheduling_from_request(
-    request: pb.ModelInferRequest, precision: str | None, peer: str
+def _scheduling_options(
+    name: str, parameters: Mapping[str, Any], precision: str | None, peer: str
 ) -> SchedulingOptions:
-    """Return the scheduling options in a request's parameters.
+    """Return the scheduling options of a request.
 
     Args:
-        request: ModelInfer request. A priority or timeout of 0 means the server's default.
-        precision: Precision suffix of the request's model name. None: the name has no suffix.
+        name: Model name in the request.
+        parameters: Parameters of the request. A priority or timeout of 0 means the server's
+            default.
+        precision: Precision suffix of `name`. None: the name has no suffix.
         peer: Client address, as `context.peer()` returns it.
 
     Raises:
-        InvalidRequestError: a parameter of the request is unknown, out of range or of the wrong
-            type, or the request's parameter `precision` differs from the name's suffix.
+        InvalidRequestError: a parameter is out of range, or the parameter `precision` differs from
+            the suffix.
     """
-    values = _parameters_of(request)
-    chosen = values.get("precision", precision)
+    chosen = parameters.get("precision", precision)
     if precision not in (None, chosen):
         raise InvalidRequestError(
-            f"parameter 'precision' is {chosen!r}, but model {request.model_name!r} computes in "
+            f"parameter 'precision' is {chosen!r}, but model {name!r} computes in "
             f"{precision}; leave out the parameter, or the suffix -{precision} of the model name"
         )
-    timeout_us = values.get("timeout", 0)
+    timeout_us = parameters.get("timeout", 0)
     return SchedulingOptions(
         precision=chosen,
-        priority=values.get("priority", 0) or DEFAULT_SCHEDULING.priority,
+        priority=parameters.get("priority", 0) or DEFAULT_SCHEDULING.priority,
         timeout_s=timeout_us / 1e6 if timeout_us else None,
         peer=peer,
-        model=request.model_name,
+        model=name,
     )
 
 
@@ -185,16 +190,12 @@ def _requested_outputs(request: pb.ModelInferRequest, known: Sequence[str]) -> t
     return tuple(dict.fromkeys(output.name for output in request.outputs))
 
 
-def _detection_options(request: pb.ModelInferRequest, mask_format: MaskFormat) -> DetectionOptions:
-    values = _parameters_of(request)
-    return DetectionOptions(
-        score_threshold=values.get("score_threshold", 0.0),
-        max_detections=values.get("max_detections"),
-        mask_format=mask_format,
-    )
-
-
 def _parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:
+    """Return the values of the request's parameters by name.
+
+    Raises:
+        InvalidRequestError: a parameter is unknown or has the wrong type.
+    """
     values = {}
     for name, parameter in request.parameters.items():
         if name not in _PARAMETERS:
