@@ -46,6 +46,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
 _CLIENT_DEADLINE = "Deadline Exceeded"
 _MESSAGE_TOO_LARGE = "message larger than max"
 _CERTIFICATE_ERRORS = "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed"
+_OTHER_PROTOCOL = "Failed parsing HTTP/2", "missing selected ALPN property"
 _CONNECTION_CLOSED = "Socket closed", "Connection reset", "Broken pipe"
 # Pattern of the IP address in an error of gRPC, such as `ipv6:%5B::1%5D:8500: Connection refused`.
 _FAILED_ADDRESS = re.compile(r"ipv[46]:(\S+):\d+: ")
@@ -297,7 +298,7 @@ def _unreachable_message(address: str, details: str) -> str:
             f"the server at {address} closed the connection; it stopped, or requires TLS (--tls) "
             "or a client certificate (--certificate)"
         )
-    if "Failed parsing HTTP/2" in details:
+    if any(text in details for text in _OTHER_PROTOCOL):
         return (
             f"the server at {address} does not speak gRPC ({details}); give the port of gRPC, not "
             "that of HTTP or of the metrics"

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,10 +11,11 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
 from click.testing import CliRunner
 from stub_server import IMAGE, StubDetector, both_clients, stub_server
 
-from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
+from maskrcnn_trt.serving.client import AsyncDetectorClient, Credentials, DetectorClient
 from maskrcnn_trt.serving.commands.client import client
 from maskrcnn_trt.serving.detections import Detections, SchedulingOptions
 from maskrcnn_trt.serving.errors import DeadlineError, RefusedError, UnreachableError
@@ -168,11 +170,18 @@ async def test_async_client_accepts_async_images(tmp_path: Path) -> None:
 
 
 @both_clients
-def test_other_protocols_are_reported(detect: Callable[..., Detections]) -> None:
+@pytest.mark.parametrize("tls", [False, True])
+def test_other_protocols_are_reported(detect: Callable[..., Detections], tls: bool) -> None:
+    authority = trustme.CA()
+    credentials = Credentials(root_certificate=authority.cert_pem.bytes()) if tls else None
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        if tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            authority.issue_cert("127.0.0.1").configure_cert(context)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever).start()
         with pytest.raises(UnreachableError, match=r"does not speak gRPC .*port of gRPC"):
-            detect(f"127.0.0.1:{server.server_port}", retries=0)
+            detect(f"127.0.0.1:{server.server_port}", retries=0, credentials=credentials)
         server.shutdown()
 
 
