@@ -56,24 +56,22 @@ def read_tokens(path: Path) -> list[str]:
 class ReloadOnChange(Generic[T]):
     """Value that is loaded from files. If a file has changed, `current` reloads the value."""
 
-    def __init__(
-        self, files: Sequence[Path], load: Callable[[], T], reload: Callable[[T], T]
-    ) -> None:
+    def __init__(self, files: Sequence[Path], load: Callable[[T | None], T]) -> None:
         """Load the value for the first time.
 
         Args:
             files: Files that the value depends on.
-            load: Function that loads the value. It raises ServingError if a file is invalid.
-            reload: Function that loads the value again, with the previous value as its argument.
-                If it raises ServingError, the previous value stays in use.
+            load: Function that loads the value. Its argument is the previous value, or None the
+                first time. It raises ServingError if a file is invalid; a previous value then stays
+                in use.
 
         Raises:
             ServingError: a file is invalid.
         """
         self._files = files
-        self._reload = reload
+        self._load = load
         self._versions = self._file_versions()
-        self._value = load()
+        self._value = load(None)
 
     def current(self) -> T:
         """Return the value. If a file has changed, reload the value first.
@@ -85,7 +83,7 @@ class ReloadOnChange(Generic[T]):
             self._versions = versions
             names = " and ".join(map(str, self._files))
             try:
-                self._value = self._reload(self._value)
+                self._value = self._load(self._value)
             except ServingError as error:
                 _log.error("cannot reload %s; the previous content stays in use: %s", names, error)
             else:
@@ -110,7 +108,7 @@ class TokenFile:
             ServingError: the file cannot be read, contains an invalid token, or contains no token.
         """
         self._path = path
-        self._digests = ReloadOnChange([path], self._load, self._reload)
+        self._digests = ReloadOnChange([path], self._load)
 
     def contains(self, token: str) -> bool:
         """Return whether `token` is one of the valid tokens."""
@@ -118,13 +116,13 @@ class TokenFile:
         # All tokens are compared, so that the duration does not reveal which one matches.
         return sum(hmac.compare_digest(digest, other) for other in self._digests.current()) > 0
 
-    def _load(self) -> tuple[bytes, ...]:
-        return tuple(map(_digest, read_tokens(self._path)))
-
-    def _reload(self, _: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    def _load(self, previous: tuple[bytes, ...] | None) -> tuple[bytes, ...]:
         try:
-            return self._load()
-        except NoTokensError as error:  # the operator has revoked all tokens
+            return tuple(map(_digest, read_tokens(self._path)))
+        except NoTokensError as error:
+            if previous is None:
+                raise
+            # The operator has revoked all tokens.
             _log.error("requests that need a token from %s are now rejected: %s", self._path, error)
             return ()
 

@@ -85,7 +85,7 @@ class ServerCertificate:
         """
         self._files = certificate, key, client_ca
         files = [path for path in self._files if path]
-        self._reloaded = ReloadOnChange(files, self._load, self._reload)
+        self._reloaded = ReloadOnChange(files, self._load)
 
     @property
     def days_left(self) -> float:
@@ -123,19 +123,12 @@ class ServerCertificate:
         context.current = lambda: self._reloaded.current().context
         return context
 
-    def _load(self) -> _Loaded:
+    def _load(self, previous: _Loaded | None) -> _Loaded:
         loaded = _load(*self._files)
         if not loaded.is_valid:
+            if previous is not None and previous.is_valid:
+                raise ServingError(self._validity_error(loaded))
             _log.warning("%s", self._validity_error(loaded))
-        return loaded
-
-    def _reload(self, current: _Loaded) -> _Loaded:
-        loaded = _load(*self._files)
-        if loaded.is_valid:
-            return loaded
-        if current.is_valid:
-            raise ServingError(self._validity_error(loaded))
-        _log.warning("%s", self._validity_error(loaded))
         return loaded
 
     def _validity_error(self, loaded: _Loaded) -> str:
