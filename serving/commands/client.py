@@ -17,6 +17,7 @@ from .options import (
     credentials_from_options,
     files_and_folder,
     options_of,
+    silence_grpc,
 )
 
 _SECONDS = FiniteRange(min=0, min_open=True, max=DAY_S)
@@ -75,6 +76,7 @@ def client(
 
     IMAGES are files and folders, without subfolders.
     """
+    silence_grpc()
     from ..client import DetectorClient
     from ..detections import DetectionOptions, SchedulingOptions
     from .reports import write_report
@@ -115,6 +117,7 @@ def health(host: str, service: str, timeout_s: float, **security: Any) -> None:
     HOST is localhost:8500 by default. The server itself needs no token for this check, but a proxy
     in front of it may need one.
     """
+    silence_grpc()
     import grpc
     from grpc_health.v1 import health_pb2 as pb
     from grpc_health.v1.health import SERVICE_NAME

@@ -1,5 +1,6 @@
 """Options and arguments that several commands share: files, output, connection, and model."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -69,6 +70,12 @@ def options_of(*options: Callable[[_Command], _Command]) -> Callable[[_Command],
         return command
 
     return decorate
+
+
+def silence_grpc() -> None:
+    """Keep gRPC's own log lines out of standard error. Call it before gRPC is imported."""
+    # gRPC logs failed handshakes and violations of the protocol, in its own format.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def is_address(path: object) -> bool:

@@ -22,7 +22,7 @@ from ...model.config.error_messages import validation_message
 from ...model.config.strict_yaml import value_from_yaml
 from ...model.weights.downloads import CHECKSUMS_VARIABLE, MIRROR_VARIABLE
 from ..config import LogFormat, ServeConfig, ServeFields
-from .options import bundle_for_backend
+from .options import bundle_for_backend, silence_grpc
 
 if TYPE_CHECKING:
     from ..pipeline.served_model import ModelSource  # the command line starts faster without it
@@ -200,8 +200,7 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
     """
     import asyncio
 
-    # By default gRPC logs lines in its own format when clients violate the protocol.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    silence_grpc()
     from ..monitoring.logs import configure_logs
     from ..server import serve as serve_bundle
 

@@ -1,5 +1,7 @@
 """Command `health` for a served and an unloaded model, with and without TLS and tokens."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,10 @@ def test_certificate_is_verified(bundle: Path, tmp_path: Path) -> None:
             code, output = result_of(address, *options)
             assert code == 1
             assert address in output
+        command = [sys.executable, "-m", "maskrcnn_trt", "health", address, "--tls"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stderr.startswith("Error: the certificate of the server")
+    assert result.stderr.count("\n") == 1  # no lines of gRPC
 
 
 class GuardedHealth(HealthServicer):  # type: ignore[misc]  # untyped package
