@@ -17,20 +17,14 @@ if TYPE_CHECKING:
     from ..detections import DetectionOptions
 
 
-class _SourceType(click.ParamType[Path | str]):
+def _source(value: str) -> Path | str:
     """Click type of an existing path, or of an address such as `s3://bucket/folder`."""
-
-    name = "path"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Path | str:
-        return str(value) if is_address(value) else Path(SOURCE.convert(value, param, ctx))
+    return value if is_address(value) else Path(SOURCE(value))
 
 
 @click.command()
 @click.argument("model")
-@click.argument("images", nargs=-1, required=True, type=_SourceType())
+@click.argument("images", nargs=-1, required=True, type=_source)
 @options_of(*REPORT_OPTIONS)
 @click.option(
     "--precision",
