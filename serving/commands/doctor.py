@@ -334,10 +334,13 @@ def show(sections: Iterable[CheckSection]) -> bool:
 
     healthy = True
     for section in sections:
-        table = Table(title=section.title, title_justify="left", box=SIMPLE_HEAD, show_header=False)
+        # Names of bundles and files can have bytes that are not UTF-8.
+        title = click.format_filename(section.title)
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_header=False)
         for result in section.results:
             state = Text(result.state, _STYLES[result.state])
-            table.add_row(state, Text(result.subject), Text(result.text))
+            texts = (result.subject, result.text)
+            table.add_row(state, *(Text(click.format_filename(text)) for text in texts))
         table_console().print(table)
         healthy = healthy and section.is_healthy
     return healthy

@@ -123,7 +123,7 @@ def _predict_with_ray(
     sources = [i if isinstance(i, str) else str(i.absolute()) for i in images]
     summary = predict_with_ray(bundle, sources, target, options, **predictor)
     images = counted(summary.images - summary.failures, "image")
-    click.echo(f"wrote the detections of {images} to {output}")
+    click.echo(f"wrote the detections of {images} to {click.format_filename(output)}")
     if summary.failures:
         raise click.ClickException(
             f"{summary.failures} of {counted(summary.images, 'image')} failed; see "

@@ -289,7 +289,8 @@ def _checked(name: str, reference: str | Path) -> str:
 
 
 def _ready_line(address: str, models: Sequence["ModelSource"], log_format: LogFormat) -> str:
-    bundles = ", ".join(str(model.bundle) for model in models)
+    # The name of a bundle can have bytes that are not UTF-8.
+    bundles = ", ".join(click.format_filename(model.bundle) for model in models)
     line = f"Ready at {address}, serving {bundles}"
     if log_format == "text":
         return line

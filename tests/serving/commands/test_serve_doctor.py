@@ -1,6 +1,7 @@
 """Checks of `serve --doctor` with real bundles, ports and a trial start."""
 
 import datetime
+import os
 import socket
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from bundle_copies import linked_copy
 from click.testing import CliRunner, Result
 
 from maskrcnn_trt.model.host_resources import available_memory
-from maskrcnn_trt.serving.commands.doctor import CheckResult, CheckSection
+from maskrcnn_trt.serving.commands.doctor import CheckResult, CheckSection, show
 from maskrcnn_trt.serving.commands.serve import serve
 from maskrcnn_trt.serving.commands.serve_doctor import diagnose
 from maskrcnn_trt.serving.config import ServeConfig
@@ -170,6 +171,12 @@ def test_memory_check_includes_messages_being_received(bundle: Path) -> None:
     # Half of the available memory, and a sixth, counted by slots alone.
     assert memory(mebibytes // 2, 1).state == "warning"
     assert memory(mebibytes // 6, 1).state == "ok"
+
+
+def test_names_that_are_not_utf_8_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    name = os.fsdecode(b"bundle\xff")
+    assert show([CheckSection(name, [CheckResult(name, name)])])
+    assert capsys.readouterr().out.count("bundle\ufffd") == 3
 
 
 def test_only_faults_make_a_section_unhealthy() -> None:

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -5,8 +6,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from maskrcnn_trt.serving.commands.serve import config_from_options, config_options
+from maskrcnn_trt.serving.commands.serve import _ready_line, config_from_options, config_options
 from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.pipeline.served_model import ModelSource
 
 
 @click.command()
@@ -192,3 +194,8 @@ def test_invalid_values_and_conflicts_are_reported(
         result = run("--config", tmp_path / "serve.yaml")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_line_of_a_ready_server_can_be_printed_for_any_name_of_a_bundle() -> None:
+    model = ModelSource(Path(os.fsdecode(b"bundle\xff")))
+    assert _ready_line("a:1", [model], "text").encode().startswith(b"Ready at a:1, serving bundle")
