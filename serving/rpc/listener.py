@@ -126,7 +126,11 @@ def bind_address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     Raises:
         OSError: the host name is unknown.
     """
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+    try:
+        found = socket.getaddrinfo(host or None, port, type=kind, flags=flags)
+    except UnicodeError:  # such as an empty label
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is not a host name") from None
     family, _, _, _, address = min(found, key=itemgetter(0))  # AF_INET is less than AF_INET6
     return family, address
 

@@ -151,6 +151,10 @@ async def test_ports_in_use(wide_bundle: Path, monkeypatch: pytest.MonkeyPatch) 
                 {"host": "no.such.host"},
                 r"cannot listen on no\.such\.host:8500 for port \([\w ]+\);",
             ),
+            (
+                {"host": "a..b"},
+                r"cannot listen on a\.\.b:8500 for port \('a\.\.b' is not a host name\)",
+            ),
             ({"port": 0, "http_port": port}, r"cannot listen on 127.0.0.1:\d+ for http"),
             ({"port": 0, "metrics_port": port}, r"cannot listen on 127.0.0.1:\d+ for metrics"),
         ):
