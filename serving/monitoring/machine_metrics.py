@@ -33,7 +33,7 @@ _LAG_WARNING_S = 0.1
 
 _ENERGY: Final = "nv_energy_consumption"
 # GPU metrics: help text, and function that reads the value from an NVML device handle.
-_GPU_VALUES: Final[Mapping[str, tuple[str, Callable[[Any], float]]]] = {
+GPU_METRICS: Final[Mapping[str, tuple[str, Callable[[Any], float]]]] = {
     "nv_gpu_utilization": (
         "Share of recent time in which the GPU was busy.",
         lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
@@ -53,8 +53,6 @@ _GPU_VALUES: Final[Mapping[str, tuple[str, Callable[[Any], float]]]] = {
         lambda gpu: pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000,
     ),
 }
-
-GPU_METRICS: Final = tuple(_GPU_VALUES)
 
 # Interval in seconds in which the CPU utilisation is measured.
 _CPU_INTERVAL_S = 2.0
@@ -80,7 +78,7 @@ class GpuCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""
         gpus = self._read_gpus()
-        for name, (documentation, _) in _GPU_VALUES.items():
+        for name, (documentation, _) in GPU_METRICS.items():
             # The energy is one of Triton's counters, which are exported without a type; see
             # `prometheus.ModelCollector`.
             kind = _Untyped if name == _ENERGY else _Gauge
@@ -113,7 +111,7 @@ class GpuCollector(Collector):
 def _gpu_values(gpu: Any) -> dict[str, float]:
     """Return a GPU's metric values by name. Values that the driver does not report are omitted."""
     values = {}
-    for name, (_, read) in _GPU_VALUES.items():
+    for name, (_, read) in GPU_METRICS.items():
         with _skip_errors(name):
             values[name] = read(gpu)
     return values
@@ -153,15 +151,13 @@ class CpuCollector(Collector):
 
     async def run(self) -> None:
         """Measure the CPU utilisation every two seconds, as Triton does, until cancelled."""
-        before = _cpu_times()
+        before = None
         while True:
-            await asyncio.sleep(_CPU_INTERVAL_S)
-            try:
+            with contextlib.suppress(OSError):  # no free file descriptor: keep the last value
                 now = _cpu_times()
-            except OSError:  # no free file descriptor: keep the last value
-                continue
-            busy, idle = (max(0, new - old) for new, old in zip(now, before, strict=True))
-            self._utilization, before = busy / max(1, busy + idle), now
+                busy, idle = (max(0, a - b) for a, b in zip(now, before or now, strict=True))
+                self._utilization, before = busy / max(1, busy + idle), now
+            await asyncio.sleep(_CPU_INTERVAL_S)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics."""

@@ -163,7 +163,9 @@ async def test_cpu_is_measured_again_after_a_lack_of_file_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("maskrcnn_trt.serving.monitoring.machine_metrics._CPU_INTERVAL_S", 0.01)
-    task = asyncio.create_task(CpuCollector().run())
+    with no_free_files():
+        task = asyncio.create_task(CpuCollector().run())
+        await asyncio.sleep(0.05)
     await asyncio.sleep(0.05)
     with no_free_files():
         await asyncio.sleep(0.05)
