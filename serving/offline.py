@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -132,17 +132,22 @@ class Detector:
 
         Raises:
             TypeError: `images` is one image, not several. Raised before the iteration starts.
-            BackendError: The detector is closed; raised before the iteration starts. Or memory runs
-                out, or the backend fails; raised during the iteration.
+            BackendError: The detector is closed; raised before the iteration starts, or at the next
+                image. Or memory runs out, or the backend fails; raised during the iteration.
             BundleError: The model's outputs contradict the bundle's manifest.
         """
         self._check_open()
         if isinstance(images, str | bytes | Path):
             raise TypeError(f"images must be a list of images, not {type(images).__name__}")
-        sources = (image if isinstance(image, bytes) else Path(image) for image in images)
+
+        def sources() -> Iterator[bytes | Path]:
+            for image in images:
+                self._check_open()  # the iteration may go on after `close`
+                yield image if isinstance(image, bytes) else Path(image)
+
         # On a CPU, larger batches are not faster and need more memory.
         max_batch = 1 if self._backend.device == "cpu" else self._max_batch
-        return detect_many(sources, self._backend, self.manifest, options, max_batch=max_batch)
+        return detect_many(sources(), self._backend, self.manifest, options, max_batch=max_batch)
 
     def close(self) -> None:
         """Release the model. Later detections raise BackendError."""

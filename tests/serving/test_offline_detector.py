@@ -113,8 +113,9 @@ def test_several_images_are_detected_in_one_call(
 
 def test_closed_detector_raises(bundle: Path, picture: Encode) -> None:
     with Detector(bundle) as closed:
+        late = closed.detect_many([picture()])
         closed.close()
-    for detect in (lambda: closed.detect(picture()), lambda: closed([picture()])):
+    for detect in (lambda: closed.detect(picture()), lambda: closed([picture()]), late.__next__):
         with pytest.raises(BackendError, match="detector is closed"):
             detect()
 
