@@ -122,9 +122,11 @@ class PlanRuntime:
             config = self._runtime_cache.config_for(engine)
             config.set_execution_context_allocation_strategy(strategy)
             create = partial(engine.create_execution_context, config)
-        return self.checked(create, "create a context", "export the bundle again")
+        return self.checked(create, "create a context")
 
-    def checked(self, call: Callable[[], _Returned], task: str, remedy: str) -> _Returned:
+    def checked(
+        self, call: Callable[[], _Returned], task: str, remedy: str = "export the bundle again"
+    ) -> _Returned:
         """Call a function of the runtime and return its value.
 
         Args:
@@ -251,23 +253,15 @@ class Plan:
         context = self._batches[batch].context
         for name, address in addresses.items():
             self._runtime.checked(
-                partial(context.set_tensor_address, name, address),
-                f"set the address of {name}",
-                "export the bundle again",
+                partial(context.set_tensor_address, name, address), f"set the address of {name}"
             )
-        self._runtime.checked(
-            partial(context.execute_async_v3, stream),
-            f"compute a batch of {batch}",
-            "restart the process",
-        )
+        compute = partial(context.execute_async_v3, stream)
+        self._runtime.checked(compute, f"compute a batch of {batch}", "restart the process")
 
     def _context(self, profile: int) -> Any:
         context = self._runtime.context_of(self._engine)
-        self._runtime.checked(
-            partial(context.set_optimization_profile_async, profile, 0),
-            f"select profile {profile}",
-            "export the bundle again",
-        )
+        select = partial(context.set_optimization_profile_async, profile, 0)
+        self._runtime.checked(select, f"select profile {profile}")
         return context
 
     def _set_shapes(self, context: Any, batch: int) -> None:
@@ -276,7 +270,6 @@ class Plan:
             self._runtime.checked(
                 partial(context.set_input_shape, name, shape),
                 f"set the shape of {name} to {shape}",
-                "export the bundle again",
             )
 
     def _specs(self, context: Any) -> dict[str, TensorSpec]:

@@ -217,9 +217,9 @@ async def test_stream_messages_and_unauthenticated_calls_are_counted(
 
 
 async def test_reloads_are_counted_by_result(
-    bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    wide_bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = linked_copy(bundle, tmp_path / "bundle")
+    path = linked_copy(wide_bundle, tmp_path / "bundle")
     reload = asyncio.Event()
     async with serving(path, caplog, reload) as server:
         metrics = server.metrics
