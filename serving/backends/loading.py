@@ -109,7 +109,7 @@ def load_backend(
         try:
             from .torch import TorchBackend
         except ModuleNotFoundError as error:
-            raise _missing_for_torch(error) from None
+            raise _missing_for_torch(error.name) from None
         return TorchBackend(bundle, manifest, precision, max_batch)
     return _tensorrt_backend()(bundle, manifest, precision, kind, max_batch)
 
@@ -133,9 +133,9 @@ def _tensorrt_backend() -> "type[TensorRTBackend]":
     return TensorRTDeviceBackend if torch.cuda.is_available() else TensorRTBackend
 
 
-def _missing_for_torch(error: ModuleNotFoundError) -> BackendError:
+def _missing_for_torch(module: str | None) -> BackendError:
     return BackendError(
-        f'{error.name} is not installed; install it with pip install "maskrcnn-trt[torch]"'
+        f'{module} is not installed; install it with pip install "maskrcnn-trt[torch]"'
     )
 
 
@@ -205,12 +205,14 @@ def _check_torch() -> None:
     try:
         import torch
     except ModuleNotFoundError as error:
-        raise _missing_for_torch(error) from None
+        raise _missing_for_torch(error.name) from None
     if not torch.cuda.is_available():
         raise BackendError(
             "torch finds no NVIDIA GPU; check nvidia-smi, or compute on the CPU with --backend "
             "onnxruntime, or with --backend torch, which is slower but supports bf16"
         )
+    if find_spec("torchvision") is None:
+        raise _missing_for_torch("torchvision")
 
 
 def check_onnxruntime() -> str:

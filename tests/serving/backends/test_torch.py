@@ -135,14 +135,23 @@ def test_inputs_that_contradict_the_manifest(torch_bundle: Path, entry: dict[str
         load_backend(torch_bundle, manifest, "fp32", "torch")
 
 
-def test_without_a_gpu_auto_prefers_onnxruntime(
-    torch_bundle: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("has_gpu", "reason"),
+    [(False, "torch finds no NVIDIA GPU"), (True, "torch: torchvision is not installed")],
+)
+def test_without_a_gpu_or_torchvision_auto_prefers_onnxruntime(
+    torch_bundle: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    has_gpu: bool,
+    reason: str,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
     with caplog.at_level(logging.INFO, "maskrcnn_trt"):
         chosen = load_backend(torch_bundle, read_manifest(torch_bundle), "fp32")
     assert chosen.name == "onnxruntime"
-    assert "torch finds no NVIDIA GPU" in caplog.text
+    assert reason in caplog.text
 
 
 @pytest.mark.slow
