@@ -1,8 +1,9 @@
 """Interface of all inference backends, and helpers that they share."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from ...model.bundle.manifest import BundleError, Manifest
 from ...model.bundle.spec import ShapeBucket
 from ...model.resizing import Pixels
+from ..errors import BackendError
 
 # A torch tensor or a NumPy array.
 Array = TypeVar("Array")
@@ -95,6 +97,30 @@ def wait_until(is_done: Callable[[], bool]) -> None:
     # until an interrupt took 10 ms on a virtual machine.
     while not is_done():
         time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def import_errors(name: str, extra: str) -> Iterator[None]:
+    """Context manager: convert errors of an import to BackendErrors with a remedy.
+
+    Args:
+        name: Imported library, for the message.
+        extra: Extra of this package that installs the library.
+
+    Raises:
+        BackendError: the library is not installed, or cannot be loaded.
+    """
+    install = f'pip install "maskrcnn-trt[{extra}]"'
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or name).partition(".")[0]
+        raise BackendError(f"{missing} is not installed; install it with {install}") from None
+    except (ImportError, OSError) as error:  # OSError: a library of CUDA is missing
+        raise BackendError(
+            f"cannot import {name} ({error}); install an NVIDIA driver if nvidia-smi finds no GPU, "
+            f"else reinstall the package with {install}"
+        ) from None
 
 
 class Backend(Protocol):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ...model.bundle.manifest import ArtifactKind, Manifest, Precision
 from ..config import BackendName
 from ..errors import BackendError
-from .base import Backend
+from .base import Backend, import_errors
 from .plan_checks import check_plans, probe_machine
 
 if TYPE_CHECKING:
@@ -106,10 +106,8 @@ def load_backend(
             _log.warning("%s", problem)
         return OnnxRuntimeBackend(bundle, manifest, precision)
     if kind == "torch":
-        try:
+        with import_errors("torch", "torch"):
             from .torch import TorchBackend
-        except ModuleNotFoundError as error:
-            raise _missing_for_torch(error.name) from None
         return TorchBackend(bundle, manifest, precision, max_batch)
     return _tensorrt_backend()(bundle, manifest, precision, kind, max_batch)
 
@@ -131,12 +129,6 @@ def _tensorrt_backend() -> "type[TensorRTBackend]":
     except (ImportError, OSError):  # OSError: a library of CUDA is missing
         return TensorRTBackend
     return TensorRTDeviceBackend if torch.cuda.is_available() else TensorRTBackend
-
-
-def _missing_for_torch(module: str | None) -> BackendError:
-    return BackendError(
-        f'{module} is not installed; install it with pip install "maskrcnn-trt[torch]"'
-    )
 
 
 def choose_backend(
@@ -202,17 +194,15 @@ def check_backend(
 
 
 def _check_torch() -> None:
-    try:
+    with import_errors("torch", "torch"):
         import torch
-    except ModuleNotFoundError as error:
-        raise _missing_for_torch(error.name) from None
     if not torch.cuda.is_available():
         raise BackendError(
             "torch finds no NVIDIA GPU; check nvidia-smi, or compute on the CPU with --backend "
             "onnxruntime, or with --backend torch, which is slower but supports bf16"
         )
-    if find_spec("torchvision") is None:
-        raise _missing_for_torch("torchvision")
+    with import_errors("torchvision", "torch"):
+        import torchvision  # noqa: F401
 
 
 def check_onnxruntime() -> str:

@@ -1,9 +1,8 @@
 """Checks that TensorRT plans can run on this machine. Each error names a remedy."""
 
-import contextlib
 import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from ...model.bundle.manifest import (
@@ -13,6 +12,7 @@ from ...model.bundle.manifest import (
     current_platform,
 )
 from ..errors import BackendError
+from .base import import_errors
 from .gpu_execution import load_driver
 
 
@@ -74,9 +74,9 @@ def probe_machine(kind: EngineKind) -> PlanTarget:
         BackendError: the machine has no GPU, or a Python module or CUDA's driver cannot be loaded.
     """
     runtime = RUNTIMES[kind]
-    with _import_errors(runtime.module, runtime):
+    with import_errors(runtime.module, runtime.extra):
         trt: Any = importlib.import_module(runtime.module)
-    with _import_errors("CUDA's driver", runtime):
+    with import_errors("CUDA's driver", runtime.extra):
         driver = load_driver()
     with driver.current():
         return PlanTarget(
@@ -194,23 +194,3 @@ def _runs_on(build: EngineBuild, capability: str) -> bool:
 def _version_text(version: int | None) -> str:
     """Return a CUDA version as text: `13.0` for 13000, and "" for None."""
     return "" if version is None else f"{version // 1000}.{version % 1000 // 10}"
-
-
-@contextlib.contextmanager
-def _import_errors(name: str, runtime: Runtime) -> Iterator[None]:
-    """Context manager: convert errors of an import to BackendErrors with a remedy.
-
-    `name` is the imported library, for the message. The remedy contains the command
-    `pip install "maskrcnn-trt[EXTRA]"`, where EXTRA is `runtime.extra`.
-    """
-    install = f'pip install "maskrcnn-trt[{runtime.extra}]"'
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        missing = (error.name or name).partition(".")[0]
-        raise BackendError(f"{missing} is not installed; install it with {install}") from None
-    except (ImportError, OSError) as error:
-        raise BackendError(
-            f"cannot import {name} ({error}); install an NVIDIA driver if nvidia-smi finds no GPU, "
-            f"else reinstall the package with {install}"
-        ) from None

@@ -144,6 +144,19 @@ def test_runtime_that_fails_to_import(
         load_backend(with_plans, read_manifest(with_plans), "fp32", "tensorrt-rtx")
 
 
+def test_auto_skips_a_torch_that_fails_to_import(
+    torch_bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: no such file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert load_backend(torch_bundle, read_manifest(torch_bundle), "fp32").name == "onnxruntime"
+    assert "torch: cannot import torch (libcudart.so.13: no such file)" in caplog.text
+
+
 def test_backend_without_artefacts_is_refused(bundle: Path) -> None:
     with pytest.raises(BundleError, match=r"no fp32 tensorrt artifact.*--engine tensorrt`"):
         load_backend(bundle, read_manifest(bundle), "fp32", "tensorrt")
