@@ -82,6 +82,8 @@ class TorchBackend:
                 self._slots.put(BatchSlot(device))
             self._computing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._launching = threading.Lock()
+            # Stream of the previous batch.
+            self._latest = self._computing
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
@@ -116,7 +118,7 @@ class TorchBackend:
         slot = self._slots.get()
         try:
             slot.copy_in(*inputs)
-            with self._launching, torch.cuda.stream(self._computing):
+            with torch.cuda.stream(self._computing):
                 slot.await_inputs()
                 outputs = self.infer_on_device(bucket, *slot.inputs)
                 slot.keep(outputs)
@@ -127,7 +129,7 @@ class TorchBackend:
     def infer_on_device(
         self, bucket: ShapeBucket, images: Tensor, image_sizes: Tensor
     ) -> ModelOutputs[Tensor]:
-        """Queue a batch on torch's current CUDA stream; on the CPU, compute it. Not thread-safe.
+        """Queue a batch on torch's current CUDA stream; on the CPU, compute it. Thread-safe.
 
         Args:
             bucket: One of `buckets`.
@@ -149,7 +151,13 @@ class TorchBackend:
             )
         with _enough_memory(self._max_batch):
             if self.device == "cuda":
-                outputs = self._graphed[bucket](images, image_sizes)
+                with self._launching:
+                    # All graphs share their memory, so each batch must wait for the previous one.
+                    stream = torch.cuda.current_stream()
+                    if stream != self._latest:
+                        stream.wait_stream(self._latest)
+                        self._latest = stream
+                    outputs = self._graphed[bucket](images, image_sizes)
             else:
                 images = images.to(self._dtypes[bucket])
                 outputs = ModelOutputs(*self._programs[bucket](images, image_sizes))

@@ -256,6 +256,17 @@ def test_no_detections(backend: TorchBackend, manifest: Manifest) -> None:
         assert own.rles == ()
 
 
+@pytest.mark.gpu
+def test_interleaved_runs_do_not_mix(backend: TorchBackend, manifest: Manifest) -> None:
+    """All runs use the same CUDA graphs, each from streams of its own."""
+    images = [smooth(n, LANDSCAPE) for n in range(8)]
+    alone = list(detect_many(images, backend, manifest, max_batch=4))
+    runs = [detect_many(own * 20, backend, manifest, max_batch=4) for own in (images, images[::-1])]
+    for n, (first, second) in enumerate(zip(*runs, strict=True)):
+        assert_alike(first, alone[n % 8])
+        assert_alike(second, alone[7 - n % 8])
+
+
 def test_concurrent_batches_do_not_mix_in_steps(backend: TorchBackend, manifest: Manifest) -> None:
     count = 210 if torch.cuda.is_available() else 14  # on the CPU nothing overlaps
     images = [
