@@ -31,8 +31,8 @@ BLOCKS = [
 ]
 # Programs of others. Their options are not checked.
 OTHER_PROGRAMS = {
-    "compute-sanitizer", "curl", "docker", "echo", "grpc_health_probe", "grpcurl", "kubectl",
-    "nvidia-smi", "perf_analyzer", "pip", "printf", "torchrun",
+    "compute-sanitizer", "cp", "curl", "docker", "echo", "grpc_health_probe", "grpcurl", "kill",
+    "kubectl", "mv", "nvidia-smi", "perf_analyzer", "pip", "printf", "torchrun", "xargs",
 }  # fmt: skip
 
 
