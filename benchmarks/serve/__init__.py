@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ...model.config.option_types import FiniteRange
+from ...serving.commands.options import (
+    CREDENTIAL_OPTIONS,
+    bundle_for_backend,
+    credentials_from_options,
+    options_of,
+)
 from ...serving.config import DAY_S, check_address
 from ...serving.detections import MaskFormat
 from ..common.images import describe_images, images_option, read_images
@@ -80,6 +86,7 @@ _CONCURRENCIES = (1, 4, 16)
 )  # fmt: skip
 @json_option
 @output_option("a page, plots")
+@options_of(*CREDENTIAL_OPTIONS)
 def serve(
     server: str,
     options: tuple[str, ...],
@@ -89,21 +96,43 @@ def serve(
     peer: str | None,
     json_path: Path | None,
     output: Path | None,
+    tls: bool | None,
+    root_certificate: Path | None,
+    certificate: Path | None,
+    key: Path | None,
+    token_file: Path | None,
     **values: Any,
 ) -> None:
     """Measure a server at given numbers of requests in flight, or at given rates.
 
     SERVER is the host:port of a running server, or a model: a bundle, a checkpoint or a name that
     `maskrcnn weights list` prints. For a model, a server is started. OPTIONS, after `--`, are
-    options of `maskrcnn serve` for this server.
+    options of `maskrcnn serve` for this server. If the server has TLS or tokens, give the clients'
+    certificates and token before `--`.
     """
     from ...model.weights.zoo import is_zoo_name
-    from ...serving.commands.options import bundle_for_backend
     from .measure import NOISE, ServeSettings, measure_bundle, measure_server
     from .record import serve_record
 
     images = read_images(sources)
-    settings = ServeSettings(images=images, masks=MaskFormat(masks), **_with_defaults(values))
+    credentials = credentials_from_options(
+        tls=tls,
+        root_certificate=root_certificate,
+        certificate=certificate,
+        key=key,
+        token_file=token_file,
+    )
+    settings = ServeSettings(
+        images=images,
+        masks=MaskFormat(masks),
+        credentials=credentials,
+        **_with_defaults(values),
+    )
+    if settings.http and (credentials.tls or credentials.token):
+        raise click.UsageError(
+            "--http supports neither TLS nor tokens; leave out --http, or the certificates and the "
+            "token"
+        )
     if settings.http and settings.masks is MaskFormat.PROBABILITIES:
         raise click.UsageError(
             "the HTTP API does not support --masks probabilities; choose another mask format, or "

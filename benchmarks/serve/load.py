@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
-from ...serving.client.connection import channel_options
+from ...serving.client.connection import NO_CREDENTIALS, Credentials, channel_options
 from .http_client import HttpClient
 
 Arrivals = Literal["poisson", "constant"]
@@ -89,6 +89,8 @@ class ClientLoad:
     timeout_s: float
     # Seed of the arrival times.
     seed: int
+    # Credentials for gRPC. An HttpLoop ignores them.
+    credentials: Credentials = NO_CREDENTIALS
 
 
 class RequestLog(NamedTuple):
@@ -186,7 +188,8 @@ async def _detecting(share: ClientLoad) -> AsyncIterator[_Detect]:
             yield _http_detect(client, share.load.path, share.timeout_s)
         return
     # A bare channel instead of the package's client leaves more CPU time to the server.
-    async with grpc.aio.insecure_channel(share.address, channel_options(retries=0)) as channel:
+    options = channel_options(retries=0)
+    async with share.credentials.open_channel(grpc.aio, share.address, options) as channel:
         streamed = isinstance(share.load, ClosedLoop) and share.load.streamed
         yield (_stream_detect if streamed else _unary_detect)(channel, share)
 
@@ -211,10 +214,11 @@ def _http_detect(client: HttpClient, path: str, timeout_s: float) -> _Detect:
 def _unary_detect(channel: grpc.aio.Channel, share: ClientLoad) -> _Detect:
     """Return a function that sends one request as a unary gRPC call."""
     call = channel.unary_unary(f"{_SERVICE}/Detect", None, pb.DetectResponse.FromString)
+    metadata = share.credentials.metadata
 
     async def detect(request: bytes) -> _Outcome:
         try:
-            return _outcome_of(await call(request, timeout=share.timeout_s))
+            return _outcome_of(await call(request, timeout=share.timeout_s, metadata=metadata))
         except grpc.aio.AioRpcError as error:
             return _Outcome(error.code().name)
 
@@ -230,7 +234,8 @@ def _stream_detect(channel: grpc.aio.Channel, share: ClientLoad) -> _Detect:
     open_stream: Any = channel.stream_stream(
         f"{_SERVICE}/DetectStream", None, pb.DetectStreamResponse.FromString
     )
-    stream = open_stream(timeout=share.window.end - time.monotonic() + share.timeout_s)
+    timeout_s = share.window.end - time.monotonic() + share.timeout_s
+    stream = open_stream(timeout=timeout_s, metadata=share.credentials.metadata)
     in_flight: dict[str, asyncio.Future[_Outcome]] = {}
     ids = map(str, itertools.count())
     write_lock = asyncio.Lock()  # gRPC allows one write at a time

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from ...model.bundle.spec import ShapeBucket
 from ...model.child_process import module_command
-from ...serving.client import DetectorClient
+from ...serving.client import Credentials, DetectorClient
+from ...serving.client.connection import NO_CREDENTIALS
 from ...serving.client.image_requests import request_from_image
 from ...serving.config import address_of
 from ...serving.detections import DetectionOptions, MaskFormat
@@ -80,6 +81,8 @@ class ServeSettings:
     warmup_seconds: float = 1.0
     # Deadline of a request in seconds.
     timeout_s: float = 30.0
+    # Credentials of the clients that use gRPC. HTTP clients have none.
+    credentials: Credentials = NO_CREDENTIALS
     # Number of client processes. Each has its own gRPC connection.
     processes: int = 1
     # Seed of the arrival times.
@@ -210,7 +213,7 @@ def _target_at(address: str, settings: ServeSettings, pid: int | None) -> _Serve
     """
     options = DetectionOptions(mask_format=settings.masks)
     images = settings.encoded_images()
-    with DetectorClient(address, retries=0) as client:
+    with DetectorClient(address, retries=0, credentials=settings.credentials) as client:
         max_batch = client.model().limits.max_batch
         client.detect(images[0], options)
     requests = [request_from_image(image, options).SerializeToString() for image in images]
@@ -233,6 +236,7 @@ def _measure(
             window=window,
             timeout_s=settings.timeout_s,
             seed=settings.seed,
+            credentials=settings.credentials,
         )
         for index in range(settings.processes)
     ]

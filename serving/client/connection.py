@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -83,6 +83,24 @@ class Credentials:
         """Return the TLS credentials for a gRPC channel."""
         return grpc.ssl_channel_credentials(self.root_certificate, self.key, self.certificate)
 
+    def open_channel(
+        self, transport: Any, address: str, options: Sequence[tuple[str, Any]] = ()
+    ) -> Any:
+        """Return a gRPC channel to a server, with TLS if `tls` is set.
+
+        Args:
+            transport: Module that creates the channel: `grpc` or `grpc.aio`.
+            address: Address of the server, or a gRPC target.
+            options: Options of the channel.
+        """
+        if self.tls:
+            return transport.secure_channel(address, self.channel_credentials(), options)
+        return transport.insecure_channel(address, options)
+
+
+# Credentials of a client with neither TLS nor a token.
+NO_CREDENTIALS = Credentials(tls=False)
+
 
 class Connection:
     """Base class of the sync and the async client: the gRPC channel to the server."""
@@ -123,13 +141,9 @@ class Connection:
         self._address = address
         self._timeout_s = timeout_s
         options = channel_options(retries, keepalive_s)
-        credentials = credentials or Credentials(tls=False)
+        credentials = credentials or NO_CREDENTIALS
         self._metadata = credentials.metadata
-        self._channel = (
-            self._transport.secure_channel(address, credentials.channel_credentials(), options)
-            if credentials.tls
-            else self._transport.insecure_channel(address, options)
-        )
+        self._channel = credentials.open_channel(self._transport, address, options)
         self._stub: Any = DetectorStub(self._channel)  # type: ignore[no-untyped-call]
         # Limits of the server, fetched before the first large request.
         self._limits: pb.Limits | None = None

@@ -127,11 +127,7 @@ def health(host: str, service: str, timeout_s: float, **security: Any) -> None:
     from ..errors import ServingError
 
     credentials = credentials_from_options(**security)
-    with (
-        grpc.secure_channel(host, credentials.channel_credentials())
-        if credentials.tls
-        else grpc.insecure_channel(host)
-    ) as channel:
+    with credentials.open_channel(grpc, host) as channel:
         request = pb.HealthCheckRequest(service=service)
         try:
             check = HealthStub(channel).Check

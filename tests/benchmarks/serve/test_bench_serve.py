@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from command_line import invoke
 
 from maskrcnn_trt.benchmarks.serve import serve
@@ -124,12 +125,32 @@ def test_missing_server_is_an_error(tmp_path: Path) -> None:
      (["127.0.0.1:1", "--", "--max-batch", "2"], "not a bundle"),
      (["BUNDLE", "--", "--max-batch", "0"], "--max-batch is 0"),
      (["BUNDLE", "--", "--max-bach", "1"], "--max-bach"), (["BUNDLE", "--rate", "0"], "--rate"),
-     (["BUNDLE", "--peer", "unbatched", "--", "--max-batch", "1"], "raise --max-batch")],
+     (["BUNDLE", "--peer", "unbatched", "--", "--max-batch", "1"], "raise --max-batch"),
+     (["BUNDLE", "--http", "1", "--tls"], "leave out --http")],
 )  # fmt: skip
 def test_invalid_arguments_are_errors(bundle: Path, args: list[str], fact: str) -> None:
     result = run(*(bundle if arg == "BUNDLE" else arg for arg in args))
     assert result.exit_code == 2
     assert fact in result.stderr
+
+
+@pytest.mark.slow
+def test_server_with_tls_and_tokens_is_measured(bundle: Path, tmp_path: Path) -> None:
+    authority, record = trustme.CA(), tmp_path / "record.json"
+    root, certificate, key, token = (tmp_path / name for name in ("root", "cert", "key", "token"))
+    issued = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(root)
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    token.write_text("a-token-of-a-client\n")
+    loads = ("--concurrency", 1, "--streamed", 1, "--seconds", 1, "--warmup", 0)
+    client = ("--root-certificate", root, "--token-file", token)
+    options = ("--tls-certificate", certificate, "--tls-key", key, "--token-file", token)
+    result = run(bundle, *loads, *client, "--json", record, "--", *options)
+    assert result.exit_code == 0, result.output
+    for measured in json.loads(record.read_text())["results"]:
+        assert measured["requests"]
+        assert not measured["refusals"]
 
 
 def test_rates_alone_need_no_closed_loop(server: ServerProcess, tmp_path: Path) -> None:
