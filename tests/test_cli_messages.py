@@ -105,6 +105,10 @@ USAGE_ERRORS = {
         "no-such-bundle is not a bundle, and 'no-such-bundle' is not a server address; "
         f"{ADDRESS}; usage: maskrcnn bench serve [OPTIONS] SERVER [-- OPTIONS]..."
     ),
+    "bench serve b --max-batch 4": (
+        "--max-batch is an option of `maskrcnn serve`; write it after --; usage: maskrcnn bench "
+        "serve [OPTIONS] SERVER [-- OPTIONS]..."
+    ),
     "bench kernels --no-such": (
         "'maskrcnn bench kernels' has no option '--no-such'; choose from --kernel, --json, "
         "--output, --help"

@@ -30,7 +30,24 @@ if TYPE_CHECKING:
 _CONCURRENCIES = (1, 4, 16)
 
 
-@click.command(context_settings={"show_default": True})
+class _ServeBenchmark(click.Command):
+    """Command that rejects a server's option before `--` with a hint to move it behind `--`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            # Imported here because --help does not need the server's settings.
+            from ...serving.commands.serve import serve as server_command
+
+            if any(error.option_name in option.opts for option in server_command.params):
+                raise click.UsageError(
+                    f"{error.option_name} is an option of `maskrcnn serve`; write it after --", ctx
+                ) from None
+            raise
+
+
+@click.command(cls=_ServeBenchmark, context_settings={"show_default": True})
 @click.argument("server")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]...")
 @click.option(
