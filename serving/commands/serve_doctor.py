@@ -15,6 +15,7 @@ from ...model.plurals import counted
 from .. import LOGGER
 from ..backends.loading import BACKENDS, check_backend, choose_backend, served_precision
 from ..config import ServeConfig
+from ..credential_files import read_tokens
 from ..errors import ServingError
 from ..pipeline.served_model import ModelSource
 from ..pipeline.shared_resources import decode_memory_limit
@@ -96,6 +97,8 @@ def _setting_results(config: ServeConfig, sources: Mapping[str, str]) -> list[Ch
 def _limit_results(config: ServeConfig, models: int) -> list[CheckResult]:
     results = [_port_result(name, config.host, port) for name, port in config.ports.items()]
     results += _certificate_results(config)
+    files = {"token_file": config.token_file, "admin_token_file": config.admin_token_file}
+    results += [_token_result(name, path) for name, path in files.items() if path]
     results.append(_front_end_result(config))
     cores = available_cores()
     memory, requests = available_memory(), most_request_bytes(config, models)
@@ -140,6 +143,14 @@ def _certificate_results(config: ServeConfig) -> list[CheckResult]:
     days = certificate.days_left
     state: State = "warning" if days < _MIN_CERTIFICATE_DAYS else "ok"
     return [CheckResult(name, f"valid for another {days:.1f} days", state)]
+
+
+def _token_result(name: str, path: Path) -> CheckResult:
+    try:
+        tokens = read_tokens(path)
+    except ServingError as error:
+        return CheckResult(name, str(error), "fault")
+    return CheckResult(name, counted(len(tokens), "valid token"))
 
 
 def _front_end_result(config: ServeConfig) -> CheckResult:

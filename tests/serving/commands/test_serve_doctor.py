@@ -134,6 +134,16 @@ def test_certificates(bundle: Path, tmp_path: Path) -> None:
     assert section_of(bundle, "Limits", **settings)["tls_certificate"].state == "fault"
 
 
+def test_token_files(tmp_path: Path) -> None:
+    valid, invalid = tmp_path / "valid", tmp_path / "invalid"
+    valid.write_text("first\nsecond\n")
+    invalid.write_text("two words\n")
+    limits = section_of(tmp_path, "Limits", token_file=valid, admin_token_file=invalid)
+    assert limits["token_file"] == CheckResult("token_file", "2 valid tokens")
+    assert limits["admin_token_file"].state == "fault"
+    assert f"line 1 of {invalid}" in limits["admin_token_file"].text
+
+
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs dual-stack sockets")
 def test_occupied_port_of_the_other_address_family(bundle: Path) -> None:
     with socket.create_server(("0.0.0.0", 0)) as listening:
