@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import grpcurl
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from http_server import HttpAddress, served_over_http
 from triton_requests import MODEL
 
 import maskrcnn_trt.serving
@@ -27,6 +28,17 @@ SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE, fl
 
 def blocks(section: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", SECTIONS[section], re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[HttpAddress]:
+    with served_over_http(bundle) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def address(server: HttpAddress) -> str:
+    return server.grpc
 
 
 @pytest.fixture
@@ -46,10 +58,25 @@ def output(folder: Path, address: str, *command: str, **variables: str) -> str:
     return run.stdout
 
 
-def test_tritonclient_gets_the_same_detections_as_our_client(address: str, folder: Path) -> None:
-    (example,) = blocks("tritonclient", "python")
-    lines = output(folder, address, sys.executable, "-c", example).splitlines()
-    with DetectorClient(address) as client:
+def with_changed_lines(example: str, changes: str) -> str:
+    """Replace the lines of an example that begin as a changed line does."""
+    for line in filter(None, changes.splitlines()):
+        start = re.escape(re.split(r"[.(=]", line)[0])
+        example, count = re.subn(f"^{start}.*", lambda _, line=line: line, example, flags=re.M)
+        assert count == 1
+    return example
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+def test_tritonclient_gets_the_same_detections_as_our_client(
+    server: HttpAddress, folder: Path, over_http: bool
+) -> None:
+    example, changes = blocks("tritonclient", "python")
+    if over_http:
+        example = with_changed_lines(example, changes)
+        example = example.replace("localhost:8080", server.url.removeprefix("http://"))
+    lines = output(folder, server.grpc, sys.executable, "-c", example).splitlines()
+    with DetectorClient(server.grpc) as client:
         found = client.detect(folder / "street.jpg")
     expected = [
         (name, f"{score:.5f}")
