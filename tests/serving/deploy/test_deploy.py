@@ -98,10 +98,10 @@ def test_documented_overlay_renders_to_valid_manifests(
     (tmp_path / "kustomization.yaml").write_text(text)
     command = ["kubectl", "kustomize", str(tmp_path)]
     rendered = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60)
-    manifests = {m["kind"]: m for m in yaml.safe_load_all(rendered.stdout)}
-    for manifest in manifests.values():
+    manifests = list(yaml.safe_load_all(rendered.stdout))
+    for manifest in manifests:
         kubernetes_validate.validate(manifest, "1.30", strict=True)
-    container = container_of(manifests["Deployment"])
+    (container,) = (container_of(m) for m in manifests if m["kind"] == "Deployment")
     assert CONTAINER["image"] in container["image"]
     components = {Path(path).name for path in overlay.get("components", ())}
     patches = [container_of(MANIFESTS[f"{name}/deployment-{name}.yaml"]) for name in components]
@@ -111,7 +111,7 @@ def test_documented_overlay_renders_to_valid_manifests(
     assert ("nvidia.com/gpu" in container["resources"]["limits"]) == ("gpu" in components)
 
 
-@pytest.mark.parametrize("folder", ["", "gpu/", "metrics/", "tls/"])
+@pytest.mark.parametrize("folder", ["", "gpu/", "http/", "metrics/", "tls/"])
 def test_kustomization_references_every_file(folder: str) -> None:
     kustomization = MANIFESTS[f"{folder}kustomization.yaml"]
     patches = (patch["path"] for patch in kustomization.get("patches", ()))
@@ -138,6 +138,7 @@ def test_selectors_match_the_labels() -> None:
     for selector in (
         MANIFESTS["deployment.yaml"]["spec"]["selector"]["matchLabels"],
         service["spec"]["selector"],
+        MANIFESTS["http/service-http.yaml"]["spec"]["selector"],
         MANIFESTS["disruption-budget.yaml"]["spec"]["selector"]["matchLabels"],
         *(c["labelSelector"]["matchLabels"] for c in POD["topologySpreadConstraints"]),
     ):
@@ -149,9 +150,16 @@ def test_selectors_match_the_labels() -> None:
 
 def test_ports_agree() -> None:
     metrics = container_of(MANIFESTS["metrics/deployment-port.yaml"])
-    container = {p["name"]: p["containerPort"] for p in (*CONTAINER["ports"], *metrics["ports"])}
-    assert container == {"grpc": ServeConfig().port, "metrics": config_of(metrics).metrics_port}
-    services = ("service.yaml", "metrics/service-port.yaml")
+    http = container_of(MANIFESTS["http/deployment-http.yaml"])
+    ports = (port for part in (CONTAINER, metrics, http) for port in part["ports"])
+    container = {port["name"]: port["containerPort"] for port in ports}
+    config = config_of(metrics, http)
+    assert container == {
+        "grpc": ServeConfig().port,
+        "metrics": config.metrics_port,
+        "http": config.http_port,
+    }
+    services = ("service.yaml", "metrics/service-port.yaml", "http/service-http.yaml")
     service = {p["name"]: p for name in services for p in MANIFESTS[name]["spec"]["ports"]}
     assert {port["targetPort"] for port in service.values()} == set(container)
     (endpoint,) = MANIFESTS["metrics/service-monitor.yaml"]["spec"]["endpoints"]
