@@ -316,12 +316,18 @@ def request_deadline(
     if not limits:
         return contextlib.nullcontext()
     limit_s = min(limits)
+    owner, setting = "the server's", "--timeout-s of maskrcnn serve"
+    if limit_s == timeout_s:
+        owner = "its own"
+        setting = (
+            "timeout_us or the parameter timeout (--server-timeout of maskrcnn client, "
+            "SchedulingOptions.timeout_s in Python)"
+        )
     return time_limit(
         limit_s,
         lambda: ExpiredError(
-            f"the request exceeded its time limit of {limit_s:g} s; raise timeout_us (or the "
-            "parameter timeout) in the request, raise the server's --timeout-s, or send fewer "
-            "images at once"
+            f"the request exceeded {owner} time limit of {limit_s:g} s; raise {setting}, or send "
+            "fewer images at once"
         ),
     )
 

@@ -1,13 +1,19 @@
-"""Fair scheduling: batches of connections that are named by a letter."""
+"""Fair scheduling: batches of connections that are named by a letter. Deadlines of requests."""
 
+import asyncio
 import math
 
 import pytest
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.serving.detections import SchedulingOptions
-from maskrcnn_trt.serving.errors import InvalidRequestError
-from maskrcnn_trt.serving.pipeline.scheduling import BatchPolicy, Schedule, Ticket
+from maskrcnn_trt.serving.errors import ExpiredError, InvalidRequestError
+from maskrcnn_trt.serving.pipeline.scheduling import (
+    BatchPolicy,
+    Schedule,
+    Ticket,
+    request_deadline,
+)
 
 WIDE, TALL = ShapeBucket(96, 160), ShapeBucket(160, 96)
 
@@ -183,3 +189,14 @@ def test_take_all_empties_the_queue() -> None:
 def test_scheduling_options_out_of_range(options: dict[str, float], words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         SchedulingOptions(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limits", "setting"), [((1e-3, 9), "--server-timeout"), ((9, 1e-3), "--timeout-s")]
+)
+async def test_error_at_the_deadline_names_the_limit_that_applied(
+    limits: tuple[float, float], setting: str
+) -> None:
+    with pytest.raises(ExpiredError, match=rf"time limit of 0\.001 s; raise .*{setting}"):
+        async with request_deadline(*limits):
+            await asyncio.sleep(9)
