@@ -44,7 +44,7 @@ def config_options(command: _Command) -> _Command:
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         is_eager=True,  # parsed before the options whose defaults it sets
         expose_value=False,
-        callback=_set_defaults,
+        callback=_read_environment_and_file,
         envvar=_variable("config"),
         show_envvar=True,
         help="YAML file of the settings below, with _ instead of -, as in max_batch: 8. "
@@ -56,10 +56,8 @@ def config_from_options(values: dict[str, Any]) -> ServeConfig:
     """Return the server settings, given the current command's option values by name.
 
     Raises:
-        click.UsageError: A value is invalid, or an environment variable `MASKRCNN_...` does not
-            name a setting.
+        click.UsageError: A value is invalid.
     """
-    _check_environment()
     try:
         return ServeConfig(**values)
     except ValidationError as error:
@@ -143,11 +141,19 @@ def _click_type(annotation: Any) -> Any:
     return get_args(annotation)[0] if origin is UnionType else annotation
 
 
-def _set_defaults(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
-    """Use the settings in a YAML file as the defaults of the command's options.
+def _read_environment_and_file(
+    context: click.Context, parameter: click.Parameter, path: Path | None
+) -> None:
+    """Check the names of the environment variables, and read the YAML file with settings.
 
-    Callback of the option `--config`, whose value is `path`. None: the option is not given.
+    The settings in the file become the defaults of the command's options. Callback of the option
+    `--config`, whose value is `path`. None: the option is not given.
+
+    Raises:
+        click.UsageError: An environment variable `MASKRCNN_...` does not name a setting, or the
+            file is invalid.
     """
+    _check_environment()
     if path is not None:
         context.default_map = settings_from_file(path)
 
@@ -155,6 +161,13 @@ def _set_defaults(context: click.Context, parameter: click.Parameter, path: Path
 def _check_environment() -> None:
     known = [_variable(name) for name in ("config", *ServeConfig.model_fields)]
     known += [MIRROR_VARIABLE, CHECKSUMS_VARIABLE]
+    # Kubernetes sets some variables with the name of a setting, such as MASKRCNN_PORT.
+    for name, value in os.environ.items():
+        if name.startswith(_PREFIX) and value.startswith(("tcp://", "udp://")):
+            raise click.UsageError(
+                f"the environment variable {name} is {value}, which Kubernetes sets for a service; "
+                "set `enableServiceLinks: false` in the specification of the pod"
+            )
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in known:
             close = difflib.get_close_matches(name, known, n=1)

@@ -169,7 +169,11 @@ def test_times_are_at_most_a_day(name: str, value: str) -> None:
         ("tls_key: server.key", "tls_certificate and tls_key"),
         ("metrics_port: 8500", "port and metrics_port"),
         ({"prot": "1"}, "did you mean MASKRCNN_PORT?"),
-        ({"port": "tcp://10.0.0.1:80"}, "MASKRCNN_PORT"),
+        (
+            {"service_host": "10.0.0.1", "port": "tcp://10.0.0.1:80"},
+            "MASKRCNN_PORT is tcp://10.0.0.1:80, which Kubernetes sets for a service; set "
+            "`enableServiceLinks: false`",
+        ),
         ({"max_batch": "0"}, "MASKRCNN_MAX_BATCH is 0; allowed: whole number, >= 1"),
         ({"backend": "cuda"}, "MASKRCNN_BACKEND"),
         (("--workers", -1), "--workers is -1; allowed: whole number, >= 1, or leave it out"),
