@@ -32,7 +32,7 @@ BLOCKS = [
 # Programs of others. Their options are not checked.
 OTHER_PROGRAMS = {
     "compute-sanitizer", "cp", "curl", "docker", "echo", "grpc_health_probe", "grpcurl", "kill",
-    "kubectl", "mv", "nvidia-smi", "perf_analyzer", "pip", "printf", "torchrun", "xargs",
+    "kubectl", "ln", "mv", "nvidia-smi", "perf_analyzer", "pip", "printf", "torchrun", "xargs",
 }  # fmt: skip
 
 

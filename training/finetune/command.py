@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool) -> None:
     """Fine-tune a model on the data set DATA.
 
-    DATA is a folder in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO (with polygons), or the
-    YAML file of a YOLO data set. If the data set has no validation split, 10 % of the training
-    images are held out for validation.
+    DATA is a folder in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO (with polygons), the
+    YAML file of a YOLO data set, or a COCO file with its images in the same folder or below. If the
+    data set has no validation split, 10 % of the training images are held out for validation.
 
     Training starts from weights trained on COCO. To start from other weights, set weights=PATH or
     the name of a published model, as in weights=detectron2:mask_rcnn_R_50_FPN_3x. weights=null

@@ -132,7 +132,7 @@ def prepare_finetuning(
     written to the folder `output/data`.
 
     Args:
-        path: Folder of the data set, or YAML file of YOLO.
+        path: Path of the data set, as for `recognize_layout`.
         overrides: Values of `TrainConfig` that the user sets, as `key.path=value`. All other values
             are fitted to them.
         given: The values in `overrides` by dotted key, such as "solver.base_lr".

@@ -42,10 +42,7 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     """
     files = annotation_files(folder)
     if not files:
-        raise DataError(
-            f"{folder} has no annotations/*.json; pass a folder that has them, or --images and "
-            "--annotations"
-        )
+        raise DataError(f"{folder} has no annotations/*.json; pass a folder that has them")
     return pair_splits(folder, {file.stem.removeprefix(_PREFIX): file for file in files})
 
 
@@ -62,10 +59,10 @@ def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, Dataset
         split: image_folder(folder, split, file, by_split) for split, file in by_split.items()
     }
     if not any(folders.values()):
-        names = " or ".join(f"{split}/" for split in by_split)
+        names = ", ".join(f"{name}/" for name in ("images", *by_split))
         raise DataError(
-            f"{folder} has annotations but no image folder {names}; pass another folder, or "
-            "--images and --annotations"
+            f"{folder} has annotations but none of the image folders {names}; move or link the "
+            "images there, or pass another folder"
         )
     splits = {}
     for split, images in folders.items():

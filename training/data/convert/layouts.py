@@ -79,13 +79,17 @@ class DataLayout:
 
 
 def recognize_layout(path: Path) -> DataLayout:
-    """Recognise the layout of a data set folder, or of a YAML file of YOLO.
+    """Recognise the layout of a data set folder, of a YAML file of YOLO, or of a COCO file.
+
+    The images of a COCO file are in its folder or below.
 
     Raises:
         DataError: The layout is unknown, or the data set is incomplete.
     """
     if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
         return _foreign("YOLO", yolo(path), path)
+    if path.is_file() and path.suffix.lower() == ".json":
+        return DataLayout("COCO", _splits_beside_images(path.parent, {path.stem: path}))
     if not path.is_dir():
         kind = "is not a folder" if path.exists() else "does not exist"
         remedy = "unpack the archive, and give its folder" if zipfile.is_zipfile(path) else ""

@@ -39,7 +39,8 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
 
     Writes OUT/train.json, and OUT/val.json and OUT/test.json if their shares are above 0. Each
     image is assigned to a file by a hash of the image's name, so the assignment stays the same when
-    the data set grows. Images are not copied.
+    the data set grows. Images are not copied. If OUT/images holds or links to them, `maskrcnn train
+    finetune OUT` trains on the files.
     """
     shares = {name: share for name, share in (("val", val), ("test", test)) if share > 0}
     if not 0 < sum(shares.values()) < 1:
@@ -91,7 +92,7 @@ def merge(
     Classes of the same name become one. If several annotation files list the same image, OUT has
     one image with all its annotations, and equal annotations become one. Images are not copied. The
     image folder of OUT is the deepest folder that contains all image folders. File names in OUT are
-    relative to this folder.
+    relative to this folder. If OUT is in this folder, `maskrcnn train finetune OUT` trains on it.
     """
     if len(images) != len(annotations) or len(images) < 2:
         raise click.UsageError("give --images and --annotations for each of two or more data sets")
@@ -118,7 +119,7 @@ def merge(
     for similar in similar_names(category["name"] for category in merged.content["categories"]):
         click.echo(f"class names differ only in case or blanks: {similar}", err=True)
     arguments = f"data.train.annotations={out}", f"data.train.images={root}"
-    click.echo(f"to train on {out}, give `maskrcnn train` {shlex.join(arguments)}")
+    click.echo(f"to train on {out}, run `maskrcnn train CONFIG {shlex.join(arguments)}`")
 
 
 @click.command(name="filter")

@@ -107,10 +107,10 @@ def test_splits_may_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_folders_of_another_layout_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"annotations/\*\.json.*--images"):
+    with pytest.raises(DataError, match=r"annotations/\*\.json"):
         find_splits(tmp_path)
     create(tmp_path, "annotations/train.json", "annotations/val.json", "pictures/")
-    with pytest.raises(DataError, match=r"train/ or val/.*--images"):
+    with pytest.raises(DataError, match="images/, train/, val/; move or link the images"):
         find_splits(tmp_path)
 
 

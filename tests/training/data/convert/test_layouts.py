@@ -71,10 +71,11 @@ def test_odd_categories_of_roboflow_are_errors_or_ignored(tmp_path: Path) -> Non
     assert_same(recognize_layout(tmp_path).splits["train"].load("refuse"), TRAIN)
 
 
-def test_one_coco_file_beside_its_images_is_a_data_set(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["", "labels.json"])
+def test_one_coco_file_beside_its_images_is_a_data_set(tmp_path: Path, path: str) -> None:
     save_images(tmp_path, TRAIN)
     write_json(tmp_path / "labels.json", coco_content(TRAIN))
-    assert_same(recognize_layout(tmp_path).splits["labels"].load("refuse"), TRAIN)
+    assert_same(recognize_layout(tmp_path / path).splits["labels"].load("refuse"), TRAIN)
 
 
 @pytest.mark.parametrize("folders", [("images", "images"), ("train", "val")])
