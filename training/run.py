@@ -1,11 +1,12 @@
 """Entry points for training a model and for evaluating a checkpoint."""
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from ..model.checkpoint import Checkpoint
+from ..model.checkpoint import Checkpoint, load_checkpoint
 from ..model.config.reference import text_from_value
 from .classes import set_classes_from_dataset
 from .config import ConfigError, TrainConfig, yaml_from_config
@@ -13,7 +14,7 @@ from .config_sources import CONFIG_FILE
 from .data.coco.training_set import load_training_set
 from .devices import processes_to_start
 from .distributed import Worker, worker
-from .evaluation.config import warn_of_other_sizes
+from .evaluation.config import load_evaluation_config, warn_of_other_sizes
 from .evaluation.validation import Validation, check_expected
 from .interruption import TrainingInterrupted
 from .loop import TrainingLoop
@@ -63,11 +64,41 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
 
 
 def evaluate_checkpoint(
+    checkpoint: Path, source: str, overrides: Sequence[str] = (), report: Path | None = None
+) -> dict[str, float]:
+    """Evaluate a checkpoint on a validation set. Under `torchrun`, every process calls this.
+
+    Detections and metrics are also written to `output_dir/inference`. `evaluation.expected` is not
+    checked.
+
+    Args:
+        checkpoint: Checkpoint file to evaluate, such as `model_final.pth`.
+        source: YAML file or name of a preset, with the validation set `data.val`. Its section
+            `model` is ignored, because the checkpoint defines the model.
+        overrides: Overrides of the form `key.path=value`. In section `model`, they may change only
+            keys that do not affect training, such as `model.roi.score_threshold`.
+        report: HTML file for a report. None: write no report.
+
+    Returns:
+        Metrics by name, such as `bbox/AP` and `segm/AP`.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        ConfigError: The configuration is invalid. There is no validation set, or it has categories
+            that the checkpoint lacks.
+        DataError: The validation set is unreadable.
+        RankLostError: Another rank ended, or did not answer for 30 minutes.
+    """
+    loaded = load_checkpoint(checkpoint)
+    config = load_evaluation_config(source, overrides, loaded)
+    with worker(config.device) as rank:
+        return evaluate_loaded(loaded, config, rank, report)
+
+
+def evaluate_loaded(
     checkpoint: Checkpoint, config: TrainConfig, rank: Worker, report: Path | None = None
 ) -> dict[str, float]:
-    """Evaluate a checkpoint on the validation set. Every rank must call this function.
-
-    Detections and metrics are also written to `output_dir/inference`.
+    """Evaluate a loaded checkpoint on this rank. Call it on every rank.
 
     Args:
         checkpoint: Checkpoint to evaluate.

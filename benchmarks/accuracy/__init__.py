@@ -112,7 +112,7 @@ def _evaluate_checkpoint(
     from ...training.evaluation.config import load_evaluation_config
     from ...training.evaluation.result_files import RESULTS_FOLDER
     from ...training.evaluation.validation import check_expected
-    from ...training.run import evaluate_checkpoint
+    from ...training.run import evaluate_loaded
     from ...training.terminal import errors_of_main_process
 
     if source is None:
@@ -128,7 +128,7 @@ def _evaluate_checkpoint(
     loaded = checkpoint_from_reference(reference)
     config = load_evaluation_config(source, (*overrides, *_overrides_from(given)), loaded)
     with worker(config.device) as own:
-        metrics = evaluate_checkpoint(loaded, config, own, given.get("report"))
+        metrics = evaluate_loaded(loaded, config, own, given.get("report"))
         if own.is_main:
             _print_metrics(metrics)
             click.echo(f"the result files are in {config.output_dir / RESULTS_FOLDER}")

@@ -16,8 +16,6 @@ from torch.distributed import TCPStore
 from maskrcnn_trt.cli import main
 from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint
 from maskrcnn_trt.training.config import TrainConfig, load_config
-from maskrcnn_trt.training.distributed import worker
-from maskrcnn_trt.training.evaluation.config import load_evaluation_config
 from maskrcnn_trt.training.launcher import rank_environment
 from maskrcnn_trt.training.run import evaluate_checkpoint, run_training
 
@@ -76,11 +74,8 @@ def measure(
     checkpoint: Path, tiny_config: Path, output_dir: Path, *overrides: str
 ) -> dict[str, float]:
     """Evaluate in this process. Return the metrics."""
-    loaded = load_checkpoint(checkpoint)
     overrides = (f"output_dir={output_dir}", *overrides)
-    config = load_evaluation_config(str(tiny_config), overrides, loaded)
-    with worker(config.device) as rank:
-        return evaluate_checkpoint(loaded, config, rank)
+    return evaluate_checkpoint(checkpoint, str(tiny_config), overrides)
 
 
 def fork_server() -> ForkServerContext:

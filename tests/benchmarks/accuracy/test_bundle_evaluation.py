@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-import torch
 from PIL import ExifTags, Image
 from pycocotools import mask as coco_mask
 
@@ -18,8 +17,6 @@ from maskrcnn_trt.training.config import ConfigError, EvaluationConfig
 from maskrcnn_trt.training.data.coco.dataset import DataError
 from maskrcnn_trt.training.data.convert.layouts import LayoutSplit
 from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_dataset
-from maskrcnn_trt.training.distributed import Worker
-from maskrcnn_trt.training.evaluation.config import load_evaluation_config
 from maskrcnn_trt.training.run import evaluate_checkpoint
 
 
@@ -31,6 +28,7 @@ def _measure_checkpoint(
     config = output / "config.yaml"
     values = {
         "output_dir": str(output),
+        "device": "cpu",
         "precision": "fp32",
         "data": {
             "train": data.config.model_dump(mode="json"),
@@ -43,8 +41,7 @@ def _measure_checkpoint(
     }
     output.mkdir(exist_ok=True)
     config.write_text(json.dumps(values))
-    own = Worker(0, 1, torch.device("cpu"))
-    return evaluate_checkpoint(loaded, load_evaluation_config(str(config), overrides, loaded), own)
+    return evaluate_checkpoint(checkpoint, str(config), overrides)
 
 
 @pytest.fixture(scope="module")
