@@ -1,5 +1,6 @@
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import maskrcnn_trt
+from maskrcnn_trt.training.run import evaluate_checkpoint
 
 ROOT = Path(maskrcnn_trt.__file__).parent
 
@@ -27,6 +29,16 @@ def test_public_names_are_those_of_the_stub_and_the_page() -> None:
         assert getattr(maskrcnn_trt, name) is defined
         assert f"maskrcnn_trt.{name}(" in page
         assert f"\n::: maskrcnn_trt.{source}\n" in page
+
+
+def test_the_page_has_the_errors_of_training() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    for function in (maskrcnn_trt.train, evaluate_checkpoint):
+        _, _, raises = (function.__doc__ or "").partition("Raises:")
+        errors = re.findall(r"^ {8}(\w+):", raises, re.MULTILINE)
+        assert errors
+        for error in errors:
+            assert f".{error}\n" in page
 
 
 def test_unknown_names_are_attribute_errors() -> None:
