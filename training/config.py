@@ -27,9 +27,9 @@ class DatasetConfig(FrozenConfig):
     """Paths of a data set in COCO format."""
 
     images: Path
-    """Folder with the image files."""
+    """Folder with the image files. A relative path is relative to the working directory."""
     annotations: Path
-    """COCO instances JSON file."""
+    """COCO instances JSON file. A relative path is relative to the working directory."""
 
 
 class ExtraDatasetConfig(DatasetConfig):

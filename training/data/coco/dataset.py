@@ -100,7 +100,7 @@ class CocoDataset:
         self.config = config
         self.name = str(config.annotations)
         if not config.images.is_dir():
-            raise DataError(f"image folder {config.images} does not exist; {_REMEDY}")
+            raise DataError(f"image folder {config.images.absolute()} does not exist; {_REMEDY}")
         content = source.content if source else read_coco_file(config.annotations)
         faults: Findings = defaultdict(list)
         repairs: Findings = defaultdict(list)
@@ -206,7 +206,7 @@ def read_json(path: Path) -> Any:
             # lone surrogates.
             return json.loads(content)
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; {_REMEDY}") from None
+        raise DataError(f"cannot read {path.absolute()}: {error.strerror}; {_REMEDY}") from None
     except RecursionError:
         raise DataError(f"{path} is nested too deeply to be an annotation file") from None
     except UnicodeDecodeError as error:

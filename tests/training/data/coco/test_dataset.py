@@ -120,8 +120,9 @@ def test_files_in_another_encoding_are_refused(
         CocoDataset(DatasetConfig(images=tmp_path, annotations=path))
 
 
-def test_missing_folder_and_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere .*`maskrcnn data`"):
-        CocoDataset(DatasetConfig(images=tmp_path / "nowhere", annotations=tmp_path / "a.json"))
-    with pytest.raises(DataError, match=r"a\.json: No such file"):
-        CocoDataset(DatasetConfig(images=tmp_path, annotations=tmp_path / "a.json"))
+def test_missing_folder_and_file_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"{tmp_path}/nowhere .*`maskrcnn data`"):
+        CocoDataset(DatasetConfig(images=Path("nowhere"), annotations=Path("a.json")))
+    with pytest.raises(DataError, match=rf"{tmp_path}/a\.json: No such file"):
+        CocoDataset(DatasetConfig(images=tmp_path, annotations=Path("a.json")))
