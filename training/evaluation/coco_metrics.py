@@ -91,12 +91,17 @@ def summary_lines(metrics: dict[str, float], iou_type: IouType) -> list[str]:
     return lines
 
 
+def metric_text(value: float | None) -> str:
+    """Format a metric. `-` means that it was not computed, or that there is no ground truth."""
+    return "-" if value is None or value < 0 else f"{value:.3f}"
+
+
 def class_table(metrics: dict[str, float]) -> Table:
     """Return a table of each class's box AP and mask AP."""
     table = Table("class", "box AP", "mask AP")
     prefix = "bbox/AP/"
     for name in (key.removeprefix(prefix) for key in metrics if key.startswith(prefix)):
-        table.add_row(Text(name), *(f"{metrics[f'{t}/AP/{name}']:.3f}" for t in IOU_TYPES))
+        table.add_row(Text(name), *(metric_text(metrics[f"{t}/AP/{name}"]) for t in IOU_TYPES))
     return table
 
 

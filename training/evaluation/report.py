@@ -17,7 +17,7 @@ from ...model.plurals import counted
 from ..data.coco.dataset import CocoDataset
 from ..data.inspect.sample_grid import drawable
 from .coco_curves import IOU_TYPES
-from .coco_metrics import IOU_TITLES
+from .coco_metrics import IOU_TITLES, metric_text
 from .matching import ClassCurve, class_curves, confusion_matrix, matched_images
 from .worst_images import draw_worst_images
 
@@ -94,7 +94,7 @@ detections.</p>
 def _summary_table(metrics: Mapping[str, float]) -> str:
     keys = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR100")
     rows = [
-        [IOU_TITLES[iou_type], *(_number(metrics.get(f"{iou_type}/{key}")) for key in keys)]
+        [IOU_TITLES[iou_type], *(metric_text(metrics.get(f"{iou_type}/{key}")) for key in keys)]
         for iou_type in IOU_TYPES
     ]
     return _table(("", *keys), rows) if metrics else ""
@@ -116,17 +116,12 @@ def _class_table(
     rows = []
     for name, curve in zip(names, curves, strict=True):
         row = [name, str(curve.objects)]
-        row += [_number(metrics.get(f"{iou_type}/AP/{name}")) for iou_type in IOU_TYPES]
+        row += [metric_text(metrics.get(f"{iou_type}/AP/{name}")) for iou_type in IOU_TYPES]
         best = curve.best
         arrays = (curve.scores, curve.precision, curve.recall, curve.f1)
-        row += [_number(None if best is None else float(values[best])) for values in arrays]
+        row += [metric_text(None if best is None else float(values[best])) for values in arrays]
         rows.append(row)
     return _table(titles, rows)
-
-
-def _number(value: float | None) -> str:
-    # A metric of -1 means that the data set has no object of the class or size.
-    return "-" if value is None or value < 0 else f"{value:.3f}"
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

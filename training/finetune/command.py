@@ -106,7 +106,7 @@ def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
     from ..curves import draw_curves
     from ..data.coco.dataset import CocoDataset
     from ..evaluation.coco_curves import IOU_TYPES
-    from ..evaluation.coco_metrics import IOU_TITLES, class_table
+    from ..evaluation.coco_metrics import IOU_TITLES, class_table, metric_text
     from ..evaluation.matching import DEFAULT_THRESHOLD, matched_images
     from ..evaluation.result_files import RESULTS_FOLDER
     from ..evaluation.worst_images import draw_worst_images
@@ -116,7 +116,8 @@ def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
     if metrics:
         table_console().print(class_table(metrics))
     for iou_type in IOU_TYPES if metrics else ():
-        values = (f"{name} {metrics[f'{iou_type}/{name}']:.3f}" for name in ("AP", "AP50", "AP75"))
+        names = ("AP", "AP50", "AP75")
+        values = (f"{name} {metric_text(metrics[f'{iou_type}/{name}'])}" for name in names)
         click.echo(f"{IOU_TITLES[iou_type]}: {', '.join(values)}")
     click.echo(f"the final checkpoint is {checkpoint}")
     click.echo(f"the training curves are in {draw_curves(checkpoint.parent)}")

@@ -89,6 +89,7 @@ def test_classes_are_listed() -> None:
     rows = [line.replace("│", " ").split() for line in _printed(boxes | masks).splitlines()]
     assert ["disc", "1.000", "0.500"] in rows
     assert ["ring", "0.000", "0.000"] in rows
+    assert ["bar", "-", "-"] in rows
     for name in ("[/x]", "[red]", ":smile:"):
         assert f" {name} " in _printed({f"bbox/AP/{name}": 1.0, f"segm/AP/{name}": 1.0})
 
