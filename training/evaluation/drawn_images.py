@@ -21,7 +21,8 @@ def chosen_images(dataset: CocoDataset, count: int) -> CocoDataset:
     """
     records = [record for record in dataset.records if record.objects] or list(dataset.records)
     chosen = copy.copy(dataset)
-    chosen.records = tuple(records[:: -(-len(records) // count)])
+    count = min(count, len(records))
+    chosen.records = tuple(records[n * len(records) // count] for n in range(count))
     return chosen
 
 

@@ -21,6 +21,8 @@ from maskrcnn_trt.model.losses import LOSS_NAMES
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 from maskrcnn_trt.training.config import ConfigError, EvaluationConfig
 from maskrcnn_trt.training.curves import draw_curves
+from maskrcnn_trt.training.data.coco.dataset import CocoDataset
+from maskrcnn_trt.training.evaluation.drawn_images import chosen_images
 from maskrcnn_trt.training.evaluation.validation import (
     ExpectationError,
     check_expected,
@@ -227,6 +229,14 @@ def test_targets_must_all_be_reached(targets: dict[str, float], reached: bool) -
 def test_contradictory_settings_are_refused(tiny: LoadTiny, settings: str, pattern: str) -> None:
     with pytest.raises(ConfigError, match=pattern):
         tiny(f"evaluation={settings}")
+
+
+@pytest.mark.parametrize(("count", "drawn"), [(1, 1), (3, 3), (4, 4), (9, 5)])
+def test_as_many_images_are_drawn_as_set(tiny: LoadTiny, count: int, drawn: int) -> None:
+    config = tiny().data.val
+    assert config is not None
+    records = chosen_images(CocoDataset(config), count).records
+    assert len({record.id for record in records}) == len(records) == drawn
 
 
 def test_losses_equal_those_of_training_on_the_same_images(
