@@ -6,6 +6,7 @@ from ...model.bundle.manifest import Preprocessing
 from ...model.bundle.spec import ShapeBucket
 from ...model.checkpoint import Checkpoint
 from ...model.config.schema import BackboneConfig, ModelConfig
+from ...model.download.local_files import DownloadError
 from ...model.mask_rcnn import MaskRCNN
 from ...model.weights.conversion import config_from_settings
 from ...model.weights.references import checkpoint_from_reference, read_reference
@@ -34,7 +35,13 @@ def initial_checkpoint(reference: str | None) -> Checkpoint:
     if reference is None:
         backbone = BackboneConfig(norm="gn", frozen_stages=0, fpn_norm="gn")
         return _with_defaults(ModelConfig(backbone=backbone))
-    weights = read_reference(reference)
+    try:
+        weights = read_reference(reference)
+    except DownloadError as error:
+        raise DownloadError(
+            f"{error}; or start from other weights with weights=FILE, or from random weights with "
+            "weights=null"
+        ) from None
     if weights.has_heads:
         return checkpoint_from_reference(reference)
     return _with_defaults(config_from_settings(weights.settings).model)

@@ -12,10 +12,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.model.config.overrides import values_by_key, with_overrides
+from maskrcnn_trt.model.download.local_files import DownloadError
 from maskrcnn_trt.model.weights.zoo import zoo_model
 from maskrcnn_trt.training.config import TrainConfig
 from maskrcnn_trt.training.data.coco.dataset import ImageRecord
 from maskrcnn_trt.training.distributed import Worker, worker
+from maskrcnn_trt.training.finetune import initial_weights
 from maskrcnn_trt.training.finetune.initial_weights import DEFAULT_WEIGHTS, initial_checkpoint
 from maskrcnn_trt.training.finetune.machine import Machine, common_machine
 from maskrcnn_trt.training.finetune.plan import ImageStatistics, plan_finetuning
@@ -28,6 +30,14 @@ GPU = Machine("cuda", 80_000_000_000, True, 16, 1)
 @pytest.fixture(scope="module")
 def resnet50() -> Any:
     return initial_checkpoint(None)
+
+
+def test_other_weights_are_offered_if_the_download_fails() -> None:
+    unreachable = patch.object(
+        initial_weights, "read_reference", side_effect=DownloadError("x.pth")
+    )
+    with unreachable, pytest.raises(DownloadError, match=r"x\.pth; .*weights=FILE.*weights=null"):
+        initial_checkpoint(DEFAULT_WEIGHTS)
 
 
 def planned(
