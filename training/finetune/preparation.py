@@ -1,6 +1,8 @@
 """Prepare a fine-tuning: detect the layout of the data set, and fit a configuration to it."""
 
+import filecmp
 import logging
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ from .machine import common_machine
 from .plan import ImageStatistics, plan_finetuning
 from .splits import ChosenSplits, choose_splits
 
+# Folder in `output_dir` for annotations that are converted or divided into training and validation.
+_DATA_FOLDER = "data"
 # Configuration keys in the printed plan.
 _SHOWN = (
     "output_dir",
@@ -149,7 +153,7 @@ def prepare_finetuning(
     """
     layout = recognize_layout(path)
     RunFolder(output).open(resume=False)
-    splits = choose_splits(layout, output / "data")
+    splits = choose_splits(layout, output / _DATA_FOLDER)
     try:
         train, val = _read_splits(splits)
         records, unusable = _usable_records(train, _records_with_objects(train))
@@ -175,16 +179,28 @@ def check_resumed_data(path: Path, config: TrainConfig) -> None:
     """Check that the run with the configuration `config` was trained on the data set at `path`.
 
     Raises:
-        ConfigError: `data.train.images` of the run is not an image folder of this data set.
+        ConfigError: `data.train.images` of the run is not an image folder of this data set, or the
+            annotations have changed since `prepare_finetuning` wrote them to `output_dir/data`.
         DataError: The layout of the data set is unknown, or the data set is incomplete.
     """
-    folders = {split.images.resolve() for split in recognize_layout(path).splits.values()}
+    layout = recognize_layout(path)
+    folders = {split.images.resolve() for split in layout.splits.values()}
     if config.data.train.images.resolve() not in folders:
         raise ConfigError(
             f"{config.output_dir} holds a training run on the images in "
             f"{config.data.train.images}, not on {path}; resume the run with its own data set, or "
             "choose another folder with output_dir=FOLDER"
         )
+    with tempfile.TemporaryDirectory() as folder:
+        choose_splits(layout, Path(folder))
+        for new in Path(folder).iterdir():
+            used = config.output_dir / _DATA_FOLDER / new.name
+            if used.is_file() and not filecmp.cmp(used, new, shallow=False):
+                raise ConfigError(
+                    f"the annotations of {path} have changed since the run began (difference from "
+                    f"{used}); restore the data, or start a new run from the checkpoint with "
+                    "weights=FILE output_dir=FOLDER"
+                )
 
 
 def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:

@@ -115,6 +115,14 @@ def test_a_run_is_not_overwritten_but_can_be_resumed(run: Run, tiny_checkpoint: 
         call(run.folder.parent / "others", run.folder, "--resume")
 
 
+def test_a_run_is_not_resumed_with_other_annotations(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    WRITERS["LabelMe"](tmp_path / "data", SCENES[:6], [])
+    call(tmp_path / "data", tmp_path / "run", f"weights={tiny_checkpoint}", *FAST)
+    WRITERS["LabelMe"](tmp_path / "data", SCENES[:7], [])
+    with pytest.raises(ConfigError, match=r"annotations of .*data have changed.* weights=FILE"):
+        call(tmp_path / "data", tmp_path / "run", "--resume")
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_each_layout_is_recognised(tmp_path: Path, tiny_checkpoint: Path, name: str) -> None:
     WRITERS[name](tmp_path / "data", SCENES[:20], draw_scenes(4, seed=3))
