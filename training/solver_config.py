@@ -99,21 +99,28 @@ class SolverConfig(FrozenConfig):
     def with_epoch_length(self, iterations_per_epoch: int) -> "SolverConfig":
         """Return the configuration with `epochs` converted to `max_iterations`.
 
-        `steps` are scaled to the new length of the run, and the warm-up is limited to a tenth of
-        this length. If `epochs` is None, the configuration is returned unchanged.
+        The schedule changes as in `with_length`. If `epochs` is None, the configuration is returned
+        unchanged.
 
         Args:
             iterations_per_epoch: Number of iterations in one epoch.
         """
         if self.epochs is None:
             return self
-        length = self.epochs * iterations_per_epoch
-        ratio = length / self.max_iterations
+        return self.with_length(self.epochs * iterations_per_epoch)
+
+    def with_length(self, iterations: int) -> "SolverConfig":
+        """Return the configuration with `max_iterations` set to `iterations`, and without `epochs`.
+
+        `steps` are scaled to the new length of the run, and the warm-up is limited to a tenth of
+        this length.
+        """
+        ratio = iterations / self.max_iterations
         changes = {
             "epochs": None,
-            "max_iterations": length,
+            "max_iterations": iterations,
             # Use a set, because in a short run several steps may fall on the same iteration.
             "steps": tuple(sorted({round(step * ratio) for step in self.steps} - {0})),
-            "warmup_iterations": min(self.warmup_iterations, length // 10),
+            "warmup_iterations": min(self.warmup_iterations, iterations // 10),
         }
         return self.model_copy(update=changes)

@@ -37,14 +37,12 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     if dry_run and resume:
         raise click.UsageError("--dry-run cannot be combined with --resume; omit one of them")
 
-    from .overrides import given_values, output_folder
+    from .overrides import given_values, output_folder, resumed_config
 
     # Mistyped keys are reported before torch is imported, because the import takes seconds.
     given = given_values(data, overrides)
     output = output_folder(data, given)
 
-    from ..config import load_config
-    from ..config_sources import CONFIG_FILE
     from ..devices import device_from
     from ..launcher import launch_processes
     from ..run_folder import RunFolder
@@ -52,7 +50,7 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
 
     config = None
     if resume and RunFolder(output).contains_run():
-        config = load_config(str(output / CONFIG_FILE), overrides)
+        config = resumed_config(output, overrides, given)
         check_resumed_data(data, config)
         device, processes = config.device, config.processes
     else:

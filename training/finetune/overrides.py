@@ -1,6 +1,6 @@
 """Configuration values that the user sets for a fine-tuning. Does not import torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from ...model.config.error_messages import details_message
 from ...model.config.overrides import OverrideError, values_by_key, with_overrides
-from ..config import ConfigError, TrainConfig
+from ..config import ConfigError, TrainConfig, load_config
+from ..config_sources import CONFIG_FILE
 
 
 def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -46,3 +47,21 @@ def output_folder(path: Path, given: dict[str, Any]) -> Path:
     """
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     return Path(given.get("output_dir") or Path("runs") / f"finetune-{folder.name}")
+
+
+def resumed_config(output: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> TrainConfig:
+    """Load the configuration of the run in the folder `output`, and apply overrides.
+
+    If they change the length of the run, `solver.steps` is scaled to the new length unless it is in
+    `given`: the values in `overrides` by dotted key.
+
+    Raises:
+        ConfigError: As in `load_config`.
+    """
+    source = str(output / CONFIG_FILE)
+    config = load_config(source, overrides)
+    if "solver.steps" in given:
+        return config
+    solver = config.solver
+    steps = load_config(source).solver.with_length(solver.max_iterations).steps
+    return config.model_copy(update={"solver": solver.model_copy(update={"steps": steps})})

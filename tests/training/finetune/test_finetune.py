@@ -6,7 +6,7 @@ import re
 import shlex
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from click.testing import CliRunner
@@ -19,6 +19,7 @@ from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.commands import train
 from maskrcnn_trt.training.config import ConfigError, load_config
 from maskrcnn_trt.training.data.coco.dataset import DataError
+from maskrcnn_trt.training.finetune.overrides import resumed_config
 
 SCENES = draw_scenes(24)
 FAST = ("solver.max_iterations=3", "solver.images_per_batch=2", "data.workers=0", "device=cpu")
@@ -113,6 +114,21 @@ def test_a_run_is_not_overwritten_but_can_be_resumed(run: Run, tiny_checkpoint: 
     WRITERS["YOLO"](run.folder.parent / "others", SCENES, [])
     with pytest.raises(ConfigError, match=r"others.*output_dir"):
         call(run.folder.parent / "others", run.folder, "--resume")
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({}, (2,)),
+        ({"solver.max_iterations": 300}, (200,)),
+        ({"solver.max_iterations": 300, "solver.steps": [9]}, (9,)),
+    ],
+)
+def test_steps_are_scaled_to_the_new_length_of_a_resumed_run(
+    run: Run, given: dict[str, Any], steps: tuple[int, ...]
+) -> None:
+    overrides = [f"{key}={value}" for key, value in given.items()]
+    assert resumed_config(run.folder, overrides, given).solver.steps == steps
 
 
 def test_a_run_is_not_resumed_with_other_annotations(tmp_path: Path, tiny_checkpoint: Path) -> None:
