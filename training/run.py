@@ -148,7 +148,9 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         if last is not None:
             # Check on every rank, because each host may have its own copy of the data.
             check_resumable(last, identity, dataset.name)
-        if rank.is_main:
+        has_ended = last is not None and last.iteration >= config.solver.max_iterations
+        # The configuration of a run that has ended stays, because nothing is trained with this one.
+        if rank.is_main and not has_ended:
             _record(config)
         if last is not None:
             # Do not read the initial weights. Their file may no longer exist, and the checkpoint
@@ -157,7 +159,13 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         trainer = Trainer(config, rank)
         if last is not None:
             trainer.load_state(last)
-            logger.info("resuming the run at iteration %d", trainer.iteration)
+            logger.info(
+                "the run has already ended at iteration %d; to train longer, set "
+                "solver.max_iterations to a larger number"
+                if has_ended
+                else "resuming the run at iteration %d",
+                trainer.iteration,
+            )
         try:
             metrics = TrainingLoop(trainer, dataset, folder, identity, progress, last).run()
         except TrainingInterrupted:

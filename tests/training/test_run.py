@@ -115,8 +115,12 @@ def test_a_run_is_not_started_twice(
     assert max(map(len, lines)) > 200
     with pytest.raises(ConfigError, match=r"model_final\.pth.*--resume"):
         run_training(config)
-    again = train(config, resume=True)
+    saved = (tmp_path / "config.yaml").read_text()
+    changed = tiny("solver.max_iterations=1", "evaluation={}", "solver.base_lr=0.5")
+    again = train(changed, resume=True)
     assert_equal(again.weights, first.weights)
+    assert "already ended at iteration 1; to train longer" in capsys.readouterr().err
+    assert (tmp_path / "config.yaml").read_text() == saved
 
 
 class _Terminal(io.StringIO):
@@ -135,7 +139,7 @@ def test_bars_are_shown_on_a_terminal(tiny: LoadTiny, monkeypatch: pytest.Monkey
 def test_the_effective_configuration_is_saved(tiny: LoadTiny, tmp_path: Path) -> None:
     """Also when a resumed run changes it."""
     overrides = ("solver={images_per_batch: 4, scale_from_batch: 2, max_iterations: 4, steps: []}",)
-    for more in ((), ("solver.clip_gradient_norm=1",)):
+    for more in ((), ("solver.clip_gradient_norm=1", "solver.max_iterations=6")):
         config = tiny(*overrides, *more)
         train(config, resume=True)
         kept = load_config(str(tmp_path / "config.yaml"))
