@@ -30,7 +30,7 @@ _FREE = (
     "data.transforms",
 )
 # Keys that are neither stored in checkpoints nor compared.
-_IGNORED = {"output_dir", "weights"}
+_IGNORED = {"output_dir"}
 
 
 def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
@@ -52,13 +52,32 @@ def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
     }
 
 
+def with_initial_weights(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
+    """Return `config` with the key `weights` of the run that is resumed from `checkpoint`.
+
+    A resumed run does not read its initial weights. If `config` has other weights, a message that
+    they are ignored is logged.
+
+    Raises:
+        ConfigError: The checkpoint has no training state.
+    """
+    weights = _identity_of(checkpoint)["config"].get("weights", config.weights)
+    if config.weights != weights:
+        logger.info(
+            "weights=%s is ignored, because a resumed run continues from its last checkpoint; to "
+            "start from these weights, choose another folder with output_dir=FOLDER",
+            text_from_value(config.weights),
+        )
+    return config.model_copy(update={"weights": weights})
+
+
 def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> None:
     """Check that a run can be resumed from a checkpoint with the current configuration and data.
 
     The sections `model` and `data`, the training images and annotations, the seed, the optimiser
     type and the batch size must be those of the checkpoint. Exceptions in `data` are `val`, the
     paths in `train`, `workers`, `on_broken`, `flip_probability` and `transforms`. These and all
-    other keys may change. Changes are logged, except those of `output_dir` and `weights`.
+    other keys may change. Changes are logged, except those of `output_dir`.
 
     Args:
         checkpoint: Checkpoint to resume from.
@@ -69,12 +88,7 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
         ConfigError: The training data or a key that must not change has changed, the checkpoint has
             no training state, or its configuration is invalid in this version of the program.
     """
-    if "identity" not in checkpoint.training_state:
-        raise ConfigError(
-            "the checkpoint to resume from has weights but no training state; start a new run from "
-            "the weights with weights=FILE output_dir=FOLDER"
-        )
-    before = checkpoint.training_state["identity"]
+    before = _identity_of(checkpoint)
     old, new = _values_with_defaults(before["config"]), values_by_key(now["config"])
     for key in sorted(key for key in {*old, *new} if old.get(key) != new.get(key)):
         was, value = (text_from_value(values.get(key)) for values in (old, new))
@@ -91,6 +105,21 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
                 f"{subject}); restore the data, or start a new run from the checkpoint with "
                 "weights=FILE output_dir=FOLDER"
             )
+
+
+def _identity_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the result of `run_identity` that a checkpoint stores.
+
+    Raises:
+        ConfigError: The checkpoint has no training state.
+    """
+    if "identity" not in checkpoint.training_state:
+        raise ConfigError(
+            "the checkpoint to resume from has weights but no training state; start a new run from "
+            "the weights with weights=FILE output_dir=FOLDER"
+        )
+    identity: dict[str, Any] = checkpoint.training_state["identity"]
+    return identity
 
 
 def _values_with_defaults(written: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .evaluation.validation import Validation, check_expected
 from .interruption import TrainingInterrupted
 from .loop import TrainingLoop
 from .reporting import LOG_FILE
-from .resume_checks import check_resumable, run_identity
+from .resume_checks import check_resumable, run_identity, with_initial_weights
 from .run_folder import RunFolder
 from .run_length import with_run_length
 from .terminal import terminal_progress
@@ -144,6 +144,8 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
     ):
         dataset = load_training_set(config.data)
         config = with_run_length(dataset, set_classes_from_dataset(dataset, config))
+        if last is not None:
+            config = with_initial_weights(config, last)
         identity = run_identity(config, dataset)
         if last is not None:
             # Check on every rank, because each host may have its own copy of the data.

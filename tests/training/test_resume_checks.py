@@ -12,7 +12,7 @@ import torch
 from tiny_run import assert_equal, largest_difference, load_tiny, train
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
-from maskrcnn_trt.training.config import ConfigError
+from maskrcnn_trt.training.config import ConfigError, load_config
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.data.loading.loader import train_loader
 from maskrcnn_trt.training.distributed import Worker
@@ -69,7 +69,7 @@ def test_model_data_seed_and_batch_size_must_be_unchanged(
 
 
 def test_other_keys_may_change(tiny_config: Path, folder: Path) -> None:
-    """Changes are logged, and apply to all iterations after the resumption."""
+    """Changes are logged, and apply to all later iterations. `weights` is ignored."""
     config = load_tiny(
         tiny_config, folder, "solver.max_iterations=2", "solver.base_lr=0.5", "log_period=1",
         "solver.momentum=0.5", "solver.warmup_iterations=0", "data.val=null", "data.workers=1",
@@ -83,7 +83,8 @@ def test_other_keys_may_change(tiny_config: Path, folder: Path) -> None:
     log = (folder / "log.txt").read_text()
     assert "solver.base_lr=0.5, previously 0.01" in log
     assert "solver.max_iterations=2, previously 1" in log
-    assert "output_dir" not in log
+    assert "weights=gone.pth is ignored" in log
+    assert load_config(str(folder / "config.yaml")).weights is None
 
 
 def _rename(content: dict[str, Any]) -> None:
