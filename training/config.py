@@ -75,7 +75,7 @@ class DataConfig(FrozenConfig):
     on_broken: Literal["skip", "refuse"] = "skip"
     """Unreadable images and invalid annotations: skip them with a warning, or stop the run."""
     keep_empty: bool = False
-    """Also train on images without annotations."""
+    """Also train on images without objects."""
     workers: int = Field(2, ge=0)
     """Data-loading processes. 0: load in the training process."""
     decode: Literal["workers", "device"] = "workers"

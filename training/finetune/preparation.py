@@ -24,6 +24,7 @@ from ...model.weights.layouts import CLASS_ROWS
 from ..config import ConfigError, TrainConfig, check_length
 from ..data.coco.categories import check_categories
 from ..data.coco.dataset import CocoDataset, DataError, ImageRecord, summary_of
+from ..data.coco.training_set import left_out_message
 from ..data.convert.layouts import DataLayout, recognize_layout
 from ..data.inspect.file_checks import misfit_files, read_headers
 from ..distributed import Worker
@@ -83,10 +84,7 @@ class Finetuning:
             return text
         if self.config.data.keep_empty:
             return f"{text}, {empty} of them without objects"
-        return (
-            f"{counted(usable - empty, 'training image')}; images without objects are left out: "
-            f"{empty} (to train on them, set data.keep_empty=true)"
-        )
+        return f"{counted(usable - empty, 'training image')}; {left_out_message(empty)}"
 
     @property
     def left_out(self) -> list[str]:

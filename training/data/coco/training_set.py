@@ -1,15 +1,19 @@
 """Training set of a run: `data.train` and the sets of `data.extra_train`."""
 
+import logging
 from dataclasses import replace
 
 from ...config import DataConfig
 from .dataset import CocoDataset, DataError, ImageRecord
 
+logger = logging.getLogger(__name__)
+
 
 def load_training_set(config: DataConfig) -> CocoDataset:
     """Read `data.train` and `data.extra_train` into one data set.
 
-    In all sets, a category gets the label that it has in `data.train`.
+    In all sets, a category gets the label that it has in `data.train`. If training leaves out
+    images without objects, their number is logged.
 
     Raises:
         DataError: A set is missing or invalid, or has a category that `data.train` lacks.
@@ -28,7 +32,17 @@ def load_training_set(config: DataConfig) -> CocoDataset:
         dataset.records += tuple(
             _relabelled(record, new_labels, extra.weight) for record in other.records
         )
+    empty = sum(not record.objects for record in dataset.records)
+    if empty and not config.keep_empty:
+        logger.info("%s", left_out_message(empty))
     return dataset
+
+
+def left_out_message(empty: int) -> str:
+    """Return the message that training leaves out `empty` images without objects."""
+    return (
+        f"images without objects are left out: {empty} (to train on them, set data.keep_empty=true)"
+    )
 
 
 def _relabelled(record: ImageRecord, labels: list[int], weight: float) -> ImageRecord:

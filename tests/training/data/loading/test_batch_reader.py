@@ -1,3 +1,4 @@
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from torchvision.tv_tensors import BoundingBoxes, BoundingBoxFormat, Mask
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.training.config import DatasetConfig
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
+from maskrcnn_trt.training.data.coco.training_set import load_training_set
 from maskrcnn_trt.training.data.loading.loader import eval_loader, train_loader
 
 
@@ -106,10 +108,14 @@ def test_about_half_of_the_images_are_flipped(synthetic: DatasetConfig) -> None:
     assert 0.35 < torch.cat(changed).float().mean() < 0.65
 
 
-def test_images_without_objects_are_left_out_unless_kept(tmp_path: Path) -> None:
-    """A data set without objects is an error."""
+def test_images_without_objects_are_left_out_unless_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their number is logged. A data set without objects is an error."""
     config = make_config(write_folder(tmp_path, valid_content()), keep_empty=False)
-    dataset = CocoDataset(config.data.train)
+    with caplog.at_level(logging.INFO):
+        dataset = load_training_set(config.data)
+    assert "without objects are left out: 2 " in caplog.text
     seen = {i for batch in train_loader(dataset, config) for i in batch.image_ids.tolist()}
     assert seen == {2, 5, 8}
     content = {**valid_content(), "annotations": []}
