@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 # images of each step and their sizes.
 _FIXED = ("model", "seed", "data", "solver.optimizer", "solver.images_per_batch")
 # Keys within `_FIXED` that may change. The paths in `data.train` may change, because the ids of the
-# images and the hash of the annotation file are compared instead.
+# images and the hash of the annotation file are compared instead. The latter also compares
+# `model.num_classes`, which is the number of categories in the file.
 _FREE = (
+    "model.num_classes",
     "data.train",
     "data.val",
     "data.workers",

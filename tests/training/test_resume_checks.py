@@ -96,8 +96,9 @@ def _rename(content: dict[str, Any]) -> None:
     ("change", "subject"),
     [(None, ""), (lambda content: content["images"].pop(), "number of images"),
      (_rename, "ids of the images"),
-     (lambda content: content["annotations"].pop(), "annotation file")],
-    ids=["moved", "an image less", "renamed", "an annotation less"],
+     (lambda content: content["annotations"].pop(), "annotation file"),
+     (lambda content: content["categories"].append({"id": 9, "name": "new"}), "annotation file")],
+    ids=["moved", "an image less", "renamed", "an annotation less", "a class more"],
 )  # fmt: skip
 def test_data_may_be_moved_but_not_changed(
     tiny_config: Path, folder: Path, tmp_path: Path, change: Any, subject: str
