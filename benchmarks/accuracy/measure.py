@@ -19,7 +19,7 @@ from ...serving.detections import Detections
 from ...serving.engines.base import Outcome
 from ...serving.offline import detect_many
 from ...training.config import EvaluationConfig
-from ...training.data.coco.categories import check_categories
+from ...training.data.coco.categories import with_ids_of
 from ...training.data.coco.dataset import DataError, ImageRecord
 from ...training.data.convert.layouts import LayoutSplit
 from ...training.distributed import Worker
@@ -101,9 +101,9 @@ def evaluate_bundle(
     max_batch = data.settings.images_per_batch
     worker = Worker(0, 1, torch.device("cpu"))
     with terminal_progress(worker) as progress:
-        dataset = data.split.load(data.on_broken, manifest.categories)
-        check_categories(dataset, manifest.categories)
-        evaluator = CocoEvaluator(dataset, manifest.categories, worker, data.settings.evaluator)
+        dataset = data.split.load(data.on_broken)
+        categories = with_ids_of(dataset, manifest.categories)
+        evaluator = CocoEvaluator(dataset, categories, worker, data.settings.evaluator)
         engine = load_backend(bundle, manifest, precision, backend, max_batch)
         with closing(engine):
             engine.warm_up(max_batch)

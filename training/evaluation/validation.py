@@ -1,5 +1,6 @@
 """Evaluate on the validation set, and check early-stopping targets and expected metrics."""
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from rich.progress import Progress
 from ...model.bundle.manifest import Category
 from ...model.mask_rcnn import MaskRCNN
 from ..config import ConfigError, EvaluationConfig, TrainConfig
-from ..data.coco.categories import check_categories
+from ..data.coco.categories import with_ids_of
 from ..data.coco.dataset import CocoDataset
+from ..data.coco.training_set import relabelled
 from ..data.loading.loader import BatchLoader, eval_loader
 from ..distributed import Worker
 from ..reporting import with_progress
@@ -54,11 +56,10 @@ class Validation:
         if config.data.val is None:
             raise ConfigError("no validation set; set data.val.images and data.val.annotations")
         self._dataset = CocoDataset(config.data.val, config.data.on_broken)
-        check_categories(self._dataset, categories)
+        self._categories = with_ids_of(self._dataset, categories)
         if worker.is_main and not any(record.objects for record in self._dataset.records):
             logger.warning("%s has no objects, so AP cannot be measured", self._dataset.name)
         self._config = config
-        self._categories = categories
         self._worker = worker
 
     def measure(
@@ -166,9 +167,15 @@ class Validation:
             ) from error
 
     def _loader(self, *, ground_truth: bool = False) -> BatchLoader:
-        worker = self._worker
+        worker, dataset = self._worker, self._dataset
+        if ground_truth:
+            # The losses need the labels of the model, which may have other classes.
+            labels = {category: label for label, category in enumerate(self._categories, start=1)}
+            new_labels = [labels[category] for category in dataset.categories]
+            dataset = copy.copy(dataset)
+            dataset.records = tuple(relabelled(record, new_labels) for record in dataset.records)
         return eval_loader(
-            self._dataset,
+            dataset,
             self._config,
             ground_truth=ground_truth,
             rank=worker.rank,

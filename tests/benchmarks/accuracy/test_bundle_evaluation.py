@@ -167,7 +167,7 @@ def test_other_annotations(bundle: Path, data: LayoutSplit, tmp_path: Path) -> N
     assert set(evaluate_bundle(bundle, ValidationSet(changed, settings)).metrics.values()) == {-1}
     content["categories"][1]["name"] = "bowl"
     changed.annotations.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"7.*bowl.*box"):
+    with pytest.raises(ConfigError, match=r"7.*bowl.*not a class"):
         evaluate_bundle(bundle, ValidationSet(changed))
 
 

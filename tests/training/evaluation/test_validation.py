@@ -14,7 +14,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from tiny_run import LoadTiny, measure, run_in_two_processes
+from tiny_run import LoadTiny, load_tiny, measure, run_in_two_processes, train
 
 from maskrcnn_trt.benchmarks.accuracy import evaluate
 from maskrcnn_trt.model.losses import LOSS_NAMES
@@ -261,3 +261,24 @@ def test_losses_equal_those_of_training_on_the_same_images(
             assert joined.size == image.size
     with Image.open(draw_curves(tmp_path)) as image:
         assert image.format == "PNG"
+
+
+def test_classes_are_matched_by_name(tiny_config: Path, tmp_path: Path) -> None:
+    """Metrics and losses do not depend on the ids of the categories in the validation set."""
+    source = tiny_config.parent / "annotations" / "val.json"
+    content = json.loads(source.read_text())
+    for category in content["categories"]:
+        category["id"] = 10 - category["id"]
+    for annotation in content["annotations"]:
+        annotation["category_id"] = 10 - annotation["category_id"]
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    metrics = [
+        train(
+            load_tiny(
+                tiny_config, tmp_path / path.stem, f"data.val.annotations={path}",
+                "solver.max_iterations=1", "evaluation={losses: true}",
+            )
+        ).metrics
+        for path in (source, tmp_path / "other.json")
+    ]  # fmt: skip
+    assert metrics[0] == pytest.approx(metrics[1])

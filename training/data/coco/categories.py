@@ -1,5 +1,6 @@
 """Compare the categories of a COCO data set with a model's classes and with each other."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -9,23 +10,43 @@ from .dataset import CocoDataset
 
 
 def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
-    """Check that a model has every category of an evaluation data set, with the same id and name.
+    """Check that a model has a class of the same name for every category of a data set.
 
     Args:
         dataset: Data set to evaluate on. It may lack some of the model's classes.
         known: Classes of the model.
 
     Raises:
-        ConfigError: The model lacks a category id of the data set, or has another name for it.
+        ConfigError: The model lacks a category of the data set.
     """
-    names = {category.id: category.name for category in known}
-    for id_, name in ((category.id, category.name) for category in dataset.categories):
-        if names.get(id_) != name:
-            other = f"is {names[id_]!r}" if id_ in names else "does not exist"
+    names = {category.name for category in known}
+    for category in dataset.categories:
+        if category.name not in names:
             raise ConfigError(
-                f"category {id_} of {dataset.name} is {name!r}, but category {id_} of the model "
-                f"{other}; {_remedy(name, known)}"
+                f"category {category.id} of {dataset.name} is {category.name!r}, which is not a "
+                f"class of the model; {_remedy(category.name, known)}"
             )
+
+
+def with_ids_of(dataset: CocoDataset, known: Sequence[Category]) -> tuple[Category, ...]:
+    """Return the classes of a model with the ids of the data set's categories of the same names.
+
+    The ids of a class can differ between data sets, because YOLO counts from 0 and CVAT from 1. A
+    class that the data set lacks keeps its id, unless the data set uses this id. It then gets a new
+    id.
+
+    Raises:
+        ConfigError: The model lacks a category of the data set.
+    """
+    check_categories(dataset, known)
+    ids = {category.name: category.id for category in dataset.categories}
+    used = {*ids.values(), *(category.id for category in known)}
+    free = itertools.count(max(used) + 1)
+    for category in known:
+        if category.name not in ids:
+            taken = category.id in ids.values()
+            ids[category.name] = next(free) if taken else category.id
+    return tuple(Category(id=ids[category.name], name=category.name) for category in known)
 
 
 def similar_names(names: Iterable[str]) -> list[str]:
@@ -44,17 +65,15 @@ def _remedy(name: str, known: Sequence[Category]) -> str:
 
     Args:
         name: Name of the category.
-        known: Classes of the model. One may have the same name and another id.
+        known: Classes of the model. The name of one may differ only in case or blanks.
     """
     for category in known:
         if _folded(category.name) == _folded(name):
-            return (
-                f"change the category to id {category.id} and name {category.name!r} in this file"
-            )
+            return f"rename the category to {category.name!r} in this file"
     return (
-        "give the category the id and the name of a class of the model, or remove the category "
-        "with `maskrcnn data filter --classes` (for converted weights, set the model's classes "
-        "with `maskrcnn weights convert --categories`)"
+        "give the category the name of a class of the model, or remove it (from a COCO file, with "
+        "`maskrcnn data filter --classes`; for converted weights, set the model's classes with "
+        "`maskrcnn weights convert --categories`)"
     )
 
 

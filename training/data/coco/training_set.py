@@ -1,6 +1,7 @@
 """Training set of a run: `data.train` and the sets of `data.extra_train`."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ...config import DataConfig
@@ -30,7 +31,7 @@ def load_training_set(config: DataConfig) -> CocoDataset:
             )
         new_labels = [labels[category] for category in other.categories]
         dataset.records += tuple(
-            _relabelled(record, new_labels, extra.weight) for record in other.records
+            replace(relabelled(record, new_labels), weight=extra.weight) for record in other.records
         )
     empty = sum(not record.objects for record in dataset.records)
     if empty and not config.keep_empty:
@@ -45,6 +46,7 @@ def left_out_message(empty: int) -> str:
     )
 
 
-def _relabelled(record: ImageRecord, labels: list[int], weight: float) -> ImageRecord:
-    instances = tuple(replace(i, label=labels[i.label - 1]) for i in record.instances)
-    return replace(record, instances=instances, weight=weight)
+def relabelled(record: ImageRecord, new_labels: Sequence[int]) -> ImageRecord:
+    """Return an image whose instances with label n have the label `new_labels[n - 1]`."""
+    instances = tuple(replace(i, label=new_labels[i.label - 1]) for i in record.instances)
+    return replace(record, instances=instances)

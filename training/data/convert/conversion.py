@@ -1,6 +1,5 @@
 """Write COCO annotation files for a data set of another format."""
 
-import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -170,24 +169,3 @@ def source_content(
         "categories": [category.model_dump() for category in dataset.categories],
     }
     return SourceContent(content, faults)
-
-
-def with_ids_of(known: Sequence[Category], source: SourceContent) -> SourceContent:
-    """Return `source` with the category ids of `known`, matched by category name.
-
-    Categories that `known` lacks get ids above those in `known`. The category ids in the
-    annotations are replaced too.
-    """
-    ids = {category.name: category.id for category in known}
-    free = itertools.count(max(ids.values(), default=0) + 1)
-    old = source.content["categories"]
-    new = {c["id"]: ids[c["name"]] if c["name"] in ids else next(free) for c in old}
-    content = {
-        **source.content,
-        "categories": [{**entry, "id": new[entry["id"]]} for entry in old],
-        "annotations": [
-            {**entry, "category_id": new[entry["category_id"]]}
-            for entry in source.content["annotations"]
-        ],
-    }
-    return SourceContent(content, source.faults)

@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ....model.bundle.manifest import Category
 from ...config import DatasetConfig
 from ..coco.dataset import CocoDataset, DataError, SourceContent, read_coco_file, read_json
 from ..coco.numbers import id_from
 from ..coco.splits import annotation_files, find_splits, image_folder, pair_splits, splits_named
 from ..folders import files_below
-from .conversion import ForeignDataset, source_content, with_ids_of
+from .conversion import ForeignDataset, source_content
 from .labelme import is_labelme, labelme
 from .yolo import yolo, yolo_file
 
@@ -34,9 +33,6 @@ class LayoutSplit:
     # Returns the annotations as the content of a COCO file. None: `annotations` is a COCO file that
     # can be used unchanged.
     convert: Callable[[], SourceContent] | None = None
-    # Whether the classes have ids in the data set. False: they have only names, and `convert`
-    # numbers them.
-    has_ids: bool = True
 
     @property
     def config(self) -> DatasetConfig:
@@ -49,24 +45,16 @@ class LayoutSplit:
             return self.convert()
         return SourceContent(read_coco_file(self.annotations), {})
 
-    def load(
-        self,
-        on_broken: Literal["skip", "refuse"] = "skip",
-        known: Sequence[Category] = (),
-    ) -> CocoDataset:
+    def load(self, on_broken: Literal["skip", "refuse"] = "skip") -> CocoDataset:
         """Read and validate the annotations.
 
         Args:
             on_broken: "skip": skip invalid entries with a warning. "refuse": raise `DataError`.
-            known: Classes of a model. If the data set has only names of classes, without ids,
-                classes get the ids of the classes in `known` with the same names.
 
         Raises:
             DataError: A file cannot be converted, or `CocoDataset` raises this error.
         """
         source = None if self.convert is None else self.convert()
-        if source is not None and not self.has_ids:
-            source = with_ids_of(known, source)
         return CocoDataset(self.config, on_broken, source)
 
 
@@ -108,7 +96,7 @@ def recognize_layout(path: Path) -> DataLayout:
     chosen = {*own[:_OWN_SAMPLES], *json_files[:_SAMPLES]}
     samples = {json_file: _content_of(json_file) for json_file in sorted(chosen)}
     if any(map(is_labelme, samples.values())):
-        return _foreign("LabelMe", labelme(path, json_files), path, has_ids=False)
+        return _foreign("LabelMe", labelme(path, json_files), path)
     files = {
         one.stem: one
         for one, content in samples.items()
@@ -148,14 +136,12 @@ def find_validation_split(path: Path) -> LayoutSplit:
     return splits[names[0]]
 
 
-def _foreign(
-    name: str, dataset: ForeignDataset, annotations: Path, *, has_ids: bool = True
-) -> DataLayout:
+def _foreign(name: str, dataset: ForeignDataset, annotations: Path) -> DataLayout:
     converters = {s: partial(source_content, dataset, files) for s, files in dataset.splits.items()}
     return DataLayout(
         name,
         {
-            split: LayoutSplit(files.images, annotations, converters[split], has_ids)
+            split: LayoutSplit(files.images, annotations, converters[split])
             for split, files in dataset.splits.items()
         },
     )

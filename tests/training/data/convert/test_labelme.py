@@ -9,9 +9,6 @@ import pytest
 from layout_folders import NAMES, TRAIN, VAL, assert_same, write_labelme
 from PIL import Image, ImageDraw
 
-from maskrcnn_trt.model.bundle.manifest import Category
-from maskrcnn_trt.training.config import ConfigError
-from maskrcnn_trt.training.data.coco.categories import check_categories
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
 from maskrcnn_trt.training.data.coco.segmentation_masks import mask_from_segmentation
 from maskrcnn_trt.training.data.convert.layouts import recognize_layout
@@ -145,25 +142,6 @@ def test_files_that_labelme_did_not_write_are_named(tmp_path: Path) -> None:
         "files: image missing": ("photo_003.json",),
         "files: not in the format of LabelMe": ("settings.json",),
     }
-
-
-def test_classes_of_labelme_get_the_ids_of_a_model_by_their_names(tmp_path: Path) -> None:
-    """LabelMe numbers no classes, and a folder may lack some of them."""
-    known = (
-        Category(id=7, name="unused"),
-        *(Category(id=n, name=m) for n, m in enumerate(NAMES)),
-    )
-    write_labelme(tmp_path, TRAIN, [])
-    (split,) = recognize_layout(tmp_path).splits.values()
-    dataset = split.load(known=known)
-    check_categories(dataset, known)
-    assert sorted(c.name for c in dataset.categories) == sorted(NAMES)
-    ids = {category.name: category.id for category in dataset.categories}
-    check_categories(split.load(known=known[1:]), known)
-    unknown = split.load(known=known[:2])
-    with pytest.raises(ConfigError, match="does not exist"):
-        check_categories(unknown, known[:2])
-    assert set(ids.values()) == {category.id for category in known[1:]}
 
 
 def test_blanks_around_labels_of_labelme_are_ignored(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_splits_that_training_rejects_are_reported(tmp_path: Path) -> None:
         if name == "Train2017":
             content["annotations"] = [annotation(1, 5, iscrowd=1)]
         elif name == "val2017":
-            content["categories"][0]["id"] = 31
+            content["categories"][0]["name"] = "things"
             content["annotations"] = []
         else:
             content["categories"].pop(0)
@@ -136,7 +136,7 @@ def test_splits_that_training_rejects_are_reported(tmp_path: Path) -> None:
     }
     ((reason, (message,)),) = found["val2017"].items()
     assert "training rejects" in reason
-    assert "is 'thing', but category 31 of the model" in message
+    assert "is 'things', which is not a class of the model" in message
     assert found["test2017"] == {}
     del configs["Train2017"]
     assert not any(split.suspicions for split in inspect(**configs).splits.values())
