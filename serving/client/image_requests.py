@@ -31,7 +31,8 @@ ImageOutcome = Detections | ClientError | OSError
 
 TOO_LARGE_REMEDY = "send a smaller image, or start the server with a higher --max-message-mb"
 
-# gRPC's default message limit. For smaller requests the server's limit is not fetched.
+# gRPC's default message limit. For smaller requests the server's limit is not fetched. Few servers
+# have a lower one, and if a server is unreachable, the images wait for the fetch one by one.
 _UNCHECKED_BYTES = 4 << 20
 _STATUS_FROM_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
