@@ -332,7 +332,12 @@ def _unreachable_message(address: str, details: str) -> str:
     # listen on another one.
     failed = _FAILED_ADDRESS.search(details)
     is_named = failed is not None and unquote(failed[1]).strip("[]") not in address
-    hint = "; if one runs already, connect to its IP address to see its error" if is_named else ""
+    hint = (
+        "; if one runs already, this may be the error of another address of its host: check the "
+        "port and whether it requires TLS (--tls) or a client certificate (--certificate), or "
+        "connect to its IP address to see its error"
+    )
     return (
-        f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`{hint}"
+        f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`"
+        f"{hint if is_named else ''}"
     )

@@ -71,7 +71,9 @@ def test_host_name_has_other_addresses_than_the_reported_one(
     for host, is_named in (("localhost", True), ("127.0.0.1", False)):
         with pytest.raises(UnreachableError) as caught:
             detect(f"{host}:1", retries=0)
-        assert ("IP address" in str(caught.value)) == is_named
+        message = str(caught.value)
+        for remedy in ("the port", "--tls", "--certificate", "IP address"):
+            assert (remedy in message) == is_named, message
 
 
 async def test_scheduling_options_reach_the_server(tmp_path: Path) -> None:
