@@ -20,7 +20,7 @@ from typing import Final
 from .. import LOGGER
 from ..config import LogFormat, LogLevel
 from ..detections import Timing
-from ..grpc_status import status_from_error
+from ..grpc_status import status_from_error, truncate_message
 
 _log = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class AccessLog:
 
     def log_request(
         self,
-        model: str,
+        model: str | None,
         peer: str,
         failure: BaseException | None,
         *,
@@ -213,14 +213,17 @@ class AccessLog:
         """Log a request.
 
         Args:
-            model: Model name under which the request is recorded.
+            model: Model name under which the request is recorded. None: the requested model is not
+                served.
             peer: Client address.
             failure: Error of the request. None: the request succeeded.
             size: Size of the request in bytes.
             timings: Timing of each image; empty if the request failed.
             elapsed_s: Seconds from the request's arrival to its response.
         """
-        fields: dict[str, object] = {"model": model, "bytes": size, "images": len(timings)}
+        fields: dict[str, object] = {"bytes": size, "images": len(timings)}
+        if model:
+            fields["model"] = model
         if timings:
             slowest = max(timings, key=lambda own: own.queue_us + _compute_us(own))
             fields["queue_ms"] = slowest.queue_us / 1000
@@ -228,7 +231,7 @@ class AccessLog:
         fields["total_ms"] = round(1000 * elapsed_s, 3)
         if _log.isEnabledFor(logging.DEBUG):
             fields["timings"] = [vars(timing) for timing in timings]
-        self._log(f"request for {model}", peer, failure, fields)
+        self._log(f"request for {model or 'an unknown model'}", peer, failure, fields)
 
     def log_rejected_call(self, method: str, peer: str, failure: Exception) -> None:
         """Log a rejected call. The line names the method, because the model may be unknown."""
@@ -247,7 +250,8 @@ class AccessLog:
             extra["omitted"] = omitted
         text = f"{subject} from {peer}: {extra['status']}"
         if isinstance(failure, Exception) and str(failure):
-            extra["error"] = str(failure)
+            # A message may quote a name in the request, which can have megabytes.
+            extra["error"] = truncate_message(str(failure))
         _log.info(
             "%s%s", text, f", {extra['total_ms']} ms" if "total_ms" in extra else "", extra=extra
         )

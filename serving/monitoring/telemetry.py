@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 
 from ..detections import Timing
-from ..errors import ServingError
+from ..errors import ModelNotFoundError, ServingError
 from ..grpc_status import CallContext
 from .logs import AccessLog, name_request
 from .metrics import Metrics
@@ -47,8 +47,9 @@ class Telemetry:
 
         Args:
             name: Model name in the request.
-            served: Served model names. If `name` is not among them, the request is recorded under
-                the first of them.
+            served: Names of the model that processes the request. If `name` is not among them, the
+                request is recorded under the first of them. A request that fails with
+                ModelNotFoundError is recorded under no model.
             message_id: ID that the client chose for the request. Empty: the request has no ID.
             peer: Client address, as `context.peer()` returns it.
             size: Size of the request in bytes.
@@ -64,6 +65,10 @@ class Telemetry:
         try:
             with self.metrics.in_progress.track_inprogress():
                 yield timings
+        except ModelNotFoundError as error:
+            failure = error
+            self.metrics.count_rejected_call(error)
+            raise
         except BaseException as error:
             failure = error
             self.metrics.count_failure(name, error, time.monotonic() - start)
@@ -72,7 +77,7 @@ class Telemetry:
             self.metrics.statistics[name].count_success(timings, time.monotonic() - start)
         finally:
             self._access_log.log_request(
-                name,
+                None if isinstance(failure, ModelNotFoundError) else name,
                 peer,
                 failure,
                 size=size,

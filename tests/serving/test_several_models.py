@@ -93,6 +93,9 @@ async def test_models_are_chosen_by_name(
         assert status == 404
         assert "indoor" in error["error"]
         assert "request for indoor" in caplog.text
+        unknown = [own for own in caplog.messages if "NOT_FOUND" in own]
+        assert unknown
+        assert all(message.startswith("request for an unknown model") for message in unknown)
 
 
 async def test_models_have_queues_and_states_of_their_own(

@@ -21,7 +21,7 @@ from triton_requests import MODEL
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
-from maskrcnn_trt.serving.errors import QueueFullError
+from maskrcnn_trt.serving.errors import ModelNotFoundError, QueueFullError
 from maskrcnn_trt.serving.monitoring.logs import AccessLog, name_call, name_request, request_id
 
 Encode = Callable[..., bytes]
@@ -253,6 +253,17 @@ def test_requests_are_sampled_at_info(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", "maskrcnn_trt.serving"):
         log.log_request("m", "ipv4:1", None, size=7, timings=(), elapsed_s=0.1)
         assert vars(caplog.records[-1])["omitted"] > 100
+
+
+def test_requests_for_unknown_models_have_short_lines(caplog: pytest.LogCaptureFixture) -> None:
+    log, failure = AccessLog(), ModelNotFoundError(f"model {10_000 * 'x'!r} is not served")
+    with caplog.at_level("INFO", "maskrcnn_trt.serving"):
+        log.log_request(None, "ipv4:1", failure, size=7, timings=(), elapsed_s=0.1)
+    (record,) = caplog.records
+    assert record.message.startswith("request for an unknown model from ipv4:1: NOT_FOUND")
+    assert not hasattr(record, "model")
+    assert vars(record)["error"].startswith("model 'xxx")
+    assert len(vars(record)["error"]) <= 2048
 
 
 def test_unwritable_log_is_no_failure() -> None:
