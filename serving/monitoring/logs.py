@@ -141,6 +141,8 @@ class _TextFormatter(logging.Formatter):
         if error := getattr(record, "error", ""):
             # A message may quote the request. Line breaks could forge log lines.
             line += f": {error!r}" if not str(error).isprintable() else f": {error}"
+        if omitted := getattr(record, "omitted", 0):
+            line += f" (earlier lines omitted: {omitted})"
         request = getattr(record, "request_id", "")
         return f"{line} [{request}]" if request else line
 

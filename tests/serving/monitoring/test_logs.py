@@ -190,7 +190,7 @@ log, other = logging.getLogger("maskrcnn_trt.serving.x"), logging.getLogger("oth
 log.info("without request")
 name_call("call")
 name_request("1")
-log.info("%s request", "with", extra={{"answer": 42}})
+log.info("%s request", "with", extra={{"answer": 42, "omitted": 7}})
 log.debug("too much")
 other.info("too much")
 try:
@@ -215,7 +215,8 @@ def log_of(form: str, streams: str = "") -> str:
 def test_text_format() -> None:
     first, second, third, *traceback = log_of("text").splitlines()
     assert re.fullmatch(r"[-0-9]+ [:,0-9]+ INFO maskrcnn_trt.serving.x: without request", first)
-    assert second.endswith(" INFO maskrcnn_trt.serving.x: with request [call/1]")
+    assert " INFO maskrcnn_trt.serving.x: with request " in second
+    assert second.endswith(" (earlier lines omitted: 7) [call/1]")
     assert third.endswith(" ERROR other: failed [call/1]")
     assert traceback[-1] == "ZeroDivisionError: division by zero"
 
@@ -230,6 +231,7 @@ def test_json_format() -> None:
         "message": "with request",
         "request_id": "call/1",
         "answer": 42,
+        "omitted": 7,
     }
     assert third["exception"].endswith("ZeroDivisionError: division by zero")
 
