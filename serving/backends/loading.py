@@ -63,6 +63,11 @@ def served_precision(manifest: Manifest, backend: BackendName) -> Precision:
     return next(found, manifest.precisions[0])
 
 
+def describe_model(bundle: Path, manifest: Manifest, precision: Precision) -> str:
+    """Return `NAME-PRECISION (BUNDLE)`, for log messages about one precision of a model."""
+    return f"{manifest.model_name}-{precision} ({bundle})"
+
+
 def load_backend(
     bundle: Path,
     manifest: Manifest,
@@ -91,12 +96,14 @@ def load_backend(
     choice = choose_backend(bundle, manifest, precision, name)
     if choice.faults:
         _log.warning(
-            "using backend %s; backends of higher priority cannot run: %s",
+            "using backend %s for %s; backends of higher priority cannot run: %s",
             choice.backend,
+            describe_model(bundle, manifest, precision),
             "; ".join(choice.faults),
         )
     elif name == "auto":
-        _log.info("using backend %s", choice.backend)
+        model = describe_model(bundle, manifest, precision)
+        _log.info("using backend %s for %s", choice.backend, model)
     kind = _KINDS[choice.backend]
     # Lazy imports: each backend needs packages that are installed only for it.
     if kind == "onnx":

@@ -222,7 +222,7 @@ class Engine(Protocol[Item, Result]):
 
 
 class EngineLoader(Protocol[Item, Result]):
-    """Picklable object that loads an engine in a worker process."""
+    """Picklable object that loads an engine in a worker process. `str` names it in messages."""
 
     def load(self) -> Engine[Item, Result]:
         """Load the engine.

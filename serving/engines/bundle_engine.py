@@ -16,7 +16,7 @@ from ...model.image_decoding import read_header
 from ...model.image_limits import ImageError
 from ...model.resizing import Pixels
 from ..backends.base import Backend, DeviceBackend, HostOutputs, ModelOutputs
-from ..backends.loading import load_backend
+from ..backends.loading import describe_model, load_backend
 from ..config import BackendName
 from ..detections import DEFAULT_OPTIONS, Detections, TimedResponse
 from ..messages import encode_detections
@@ -41,6 +41,9 @@ class BundleLoader:
     precision: Precision
     backend: BackendName
     max_batch: int
+
+    def __str__(self) -> str:
+        return describe_model(self.bundle, self.manifest, self.precision)
 
     def load(self) -> Engine[Any, Any]:
         """Load the backend, and return an engine that uses it.

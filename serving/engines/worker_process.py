@@ -83,7 +83,7 @@ class WorkerProcess(Generic[Item, Result]):
             hang_timeout_s: Time limit of a batch in seconds. If it is exceeded, the process is
                 killed.
         """
-        self._loader = loader
+        self.loader = loader
         self.resources = resources
         self._hang_timeout_s = hang_timeout_s
         # Set by `load`.
@@ -113,7 +113,7 @@ class WorkerProcess(Generic[Item, Result]):
         The caller must call `load` of the returned handle. The process of this handle keeps
         running.
         """
-        return type(self)(self._loader, self.resources, self._hang_timeout_s)
+        return type(self)(self.loader, self.resources, self._hang_timeout_s)
 
     def load(self) -> None:
         """Wait until the process has loaded its engine.
@@ -199,9 +199,9 @@ class WorkerProcess(Generic[Item, Result]):
             channel.send((method, argument))
             if not channel.poll(timeout_s):
                 _log.error(
-                    "killing worker process %d: a batch takes longer than hang_timeout_s (%g s)",
-                    self._process.pid,
-                    timeout_s,
+                    "killing worker process %d of %s: a batch takes longer than hang_timeout_s "
+                    "(%g s)",
+                    *(self._process.pid, self.loader, timeout_s),
                 )
                 self.kill()
                 raise EOFError

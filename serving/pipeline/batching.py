@@ -254,10 +254,11 @@ class Batcher(Generic[Item, Result]):
             self._changed.set()
             exit_message = await asyncio.wrap_future(worker.process.exited)
             self._take_down(worker)
-            _log.error("%s; restarting it", exit_message)
+            loader = worker.process.loader
+            _log.error("%s; restarting the worker process of %s", exit_message, loader)
             await self._restart(index)
             self.restarts += 1
-            _log.warning("the worker process has restarted and accepts batches again")
+            _log.warning("the worker process of %s has restarted and accepts batches again", loader)
 
     def _take_down(self, worker: _WorkerState[Item, Result]) -> None:
         """Kill a worker's process. If no other worker is up, fail all queued items."""
@@ -279,8 +280,8 @@ class Batcher(Generic[Item, Result]):
             except Exception as error:
                 is_known = isinstance(error, BundleError | ServingError)
                 _log.error(
-                    "cannot start the worker process; next attempt in %g s: %s",
-                    *(pause_s, error),
+                    "cannot start the worker process of %s; next attempt in %g s: %s",
+                    *(self._workers[index].process.loader, pause_s, error),
                     exc_info=not is_known,
                 )
                 self._workers[index].process.kill()

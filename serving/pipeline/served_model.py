@@ -96,8 +96,8 @@ class ServedModel:
         # loaded from, even if a link leads to a new bundle by then.
         source = source.resolved()
         self.version = source.version or MODEL_VERSION
-        self._bundle = source.bundle.resolve()
-        self.manifest = source._replace(bundle=self._bundle).manifest()
+        self.bundle = source.bundle.resolve()
+        self.manifest = source._replace(bundle=self.bundle).manifest()
         self._config = config
         self._processes: dict[str, list[ModelProcess]] = {}
         # Batcher of each precision, set by `load`.
@@ -123,7 +123,7 @@ class ServedModel:
         precisions = config.precision or (served_precision(self.manifest, config.backend),)
         for precision in dict.fromkeys(precisions):
             loader = BundleLoader(
-                self._bundle, self.manifest, precision, config.backend, config.max_batch
+                self.bundle, self.manifest, precision, config.backend, config.max_batch
             )
             self._processes[precision] = start_workers(loader, resources, config.hang_timeout_s)
         processes = [process for group in self._processes.values() for process in group]
@@ -299,7 +299,9 @@ class ModelLifecycle:
             # An empty context: the task outlives the request that triggers the reload, so it must
             # not inherit that request's log ID and trace.
             self._running = self._tasks.create_task(model.run(), context=Context())
-            _log.info("reloaded the bundle of model %s", model.manifest.model_name)
+            _log.info(
+                "reloaded the bundle of model %s: %s", model.manifest.model_name, model.bundle
+            )
             await released
 
     async def unload(self) -> None:

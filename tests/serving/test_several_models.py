@@ -180,6 +180,7 @@ async def test_a_repository_serves_the_newest_version_of_each_model(
         await server.triton.load_model("street")
         assert (await server.triton.get_model_metadata("street", "10")).versions == ["10"]
         assert await server.triton.is_model_ready("street", "10")
+        assert f"reloaded the bundle of model street: {tmp_path}/street/10" in caplog.text
         result = await server.triton.infer("street", images_of(picture()), "10")
         assert result.get_response().model_version == "10"
         labels = {"model": "street", "version": "10"}

@@ -68,10 +68,12 @@ def _plan_of(artifact: Artifact, path: Path, precision: Precision) -> Artifact:
 
 
 def test_auto_logs_the_backend(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = read_manifest(bundle)
     with caplog.at_level(logging.INFO):
-        backend = load_backend(bundle, read_manifest(bundle), "fp32")
+        backend = load_backend(bundle, manifest, "fp32")
     assert isinstance(backend, OnnxRuntimeBackend)
-    assert [record.message for record in caplog.records] == ["using backend onnxruntime"]
+    (record,) = caplog.records
+    assert record.message == f"using backend onnxruntime for {manifest.model_name}-fp32 ({bundle})"
 
 
 @pytest.mark.usefixtures("without_driver_packages")

@@ -139,7 +139,8 @@ def test_restarted_workers_load_the_original_files(
         link.symlink_to(tmp_path)  # not a bundle
         (worker,) = worker_pids(process.pid)
         os.kill(worker, signal.SIGKILL)
-        wait_until(lambda: "the worker process has restarted" in log.read_text())
+        restarted = f"-fp32 ({own_bundle.resolve()}) has restarted"
+        wait_until(lambda: restarted in log.read_text())
         assert client.detect(picture()).rles == expected.rles
 
 
