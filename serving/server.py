@@ -20,6 +20,7 @@ from .engines.worker_main import freeze_garbage_collector
 from .errors import ServingError
 from .host import in_daemon_thread, notify_service_manager
 from .monitoring.machine_metrics import CpuCollector, LoopLag
+from .monitoring.metrics import Metrics
 from .monitoring.telemetry import Telemetry, load_tracer
 from .open_inference.service import InferenceService, UnsupportedMethods
 from .pipeline.pipeline import ModelRepository
@@ -155,7 +156,27 @@ async def detection_server(
                     detector.stop_reading()
                     inference.stop_reading()
                     access.stop()
-                    await stop(config.stop_grace_s)
+                    with _cancelled_requests_logged(telemetry.metrics, config.stop_grace_s):
+                        await stop(config.stop_grace_s)
+
+
+@contextlib.contextmanager
+def _cancelled_requests_logged(metrics: Metrics, grace_s: float) -> Iterator[None]:
+    """Log a warning if `grace_s` seconds pass within the `with` block and requests are open."""
+
+    def warn() -> None:
+        if count := metrics.requests_in_progress:
+            _log.warning(
+                "stop_grace_s (%g s) is over; number of requests that are cancelled: %d",
+                grace_s,
+                count,
+            )
+
+    timer = asyncio.get_running_loop().call_later(grace_s, warn)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _grpc_server(

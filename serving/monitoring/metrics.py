@@ -211,6 +211,12 @@ class Metrics:
         # Histograms by their labels, model and precision.
         self._children: dict[tuple[str, str], _ImageHistograms] = {}
 
+    @property
+    def requests_in_progress(self) -> int:
+        """Number of requests that have been read and are not answered yet."""
+        (gauge,) = self.in_progress.collect()
+        return int(gauge.samples[0].value)
+
     def count_image(self, model: str, precision: str, timing: Timing, elapsed_s: float) -> None:
         """Count an image that was processed successfully.
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,14 +12,16 @@ from typing import Any
 import grpc
 import pytest
 import raw_http2 as http2
+from gated_engine import Gate
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
-from in_process_server import connected
+from in_process_server import connected, served
 from server_load import Process, server_process
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import AsyncDetectorClient
 from maskrcnn_trt.serving.detections import Detections
+from maskrcnn_trt.serving.errors import UnreachableError
 from maskrcnn_trt.serving.messages import REQUEST_ID_KEY
 
 Encode = Callable[..., bytes]
@@ -81,6 +84,23 @@ async def silent_clients(address: str) -> AsyncIterator[Any]:
         with http2.connect(address) as half:
             half.sendall(http2.call(1) + http2.incomplete_message(1))
             yield reflection
+
+
+async def test_requests_that_are_cancelled_at_the_end_are_counted_in_a_warning(
+    wide_bundle: Path, gate: Gate, picture: Encode, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.open()
+    async with served(wide_bundle, stop_grace_s=0.1) as address:
+        client, number = AsyncDetectorClient(address, retries=0), gate.count
+        gate.close()
+        calls = [asyncio.create_task(client.detect(picture())) for _ in range(3)]
+        await gate.comes_to(number + 1)
+        asyncio.get_running_loop().call_later(1, gate.open)  # else closing the worker takes 10 s
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    await client.close()
+    assert {type(outcome) for outcome in outcomes} == {UnreachableError}
+    (record,) = (own for own in caplog.records if own.levelname == "WARNING")
+    assert re.fullmatch(r"stop_grace_s \(0.1 s\) is over; .* cancelled: [1-3]", record.message)
 
 
 @pytest.mark.slow
