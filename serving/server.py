@@ -92,6 +92,7 @@ async def serve(
     except asyncio.CancelledError:
         if not stop.is_set():
             raise
+        _log.info("stopped before the server was ready")
 
 
 @contextlib.asynccontextmanager

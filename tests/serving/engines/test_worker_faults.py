@@ -158,6 +158,7 @@ def test_a_server_can_be_stopped_while_loading(wide_bundle: Path, tmp_path: Path
         assert output == ""
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     assert "Traceback" not in log.read_text()
+    assert "stopped before the server was ready" in log.read_text()
 
 
 def test_an_unloadable_model_is_reported_in_one_line(wide_bundle: Path, tmp_path: Path) -> None:
