@@ -41,6 +41,14 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "sequence_start": ("bool_param",),
     "sequence_end": ("bool_param",),
 }
+# Types of values by field of InferParameter, for error messages. JSON has no fields.
+_TYPES: Final = {
+    "bool_param": "true or false",
+    "int64_param": "a whole number",
+    "uint64_param": "a whole number",
+    "double_param": "a decimal number",
+    "string_param": "a string",
+}
 
 
 async def infer(
@@ -204,7 +212,11 @@ def _parameters_of(request: pb.ModelInferRequest) -> dict[str, Any]:
             )
         kind = parameter.WhichOneof("parameter_choice")
         if kind not in _PARAMETERS[name]:
-            kinds = " or ".join(_PARAMETERS[name])
-            raise InvalidRequestError(f"parameter {name!r} has the type {kind}; send it as {kinds}")
+            fields = _PARAMETERS[name]
+            types = " or ".join(dict.fromkeys(_TYPES[field] for field in fields))
+            raise InvalidRequestError(
+                f"parameter {name!r} is {_TYPES[kind] if kind else 'empty'}, but must be {types} "
+                f"(in gRPC: {' or '.join(fields)})"
+            )
         values[name] = getattr(parameter, kind)
     return values

@@ -123,7 +123,11 @@ def test_unknown_inputs_and_outputs_are_rejected(
         ),
         (
             {"parameters": {"score_threshold": "high"}},
-            "'score_threshold' has the type string_param",
+            "'score_threshold' is a string, but must be a decimal number or a whole number (in",
+        ),
+        (
+            {"parameters": {"max_detections": 0.5}},
+            "'max_detections' is a decimal number, but must be a whole number (in gRPC: int64_",
         ),
         ({"parameters": {"score_threshold": 1.5}}, "score_threshold is 1.5"),
         ({"parameters": {"max_detections": 0}}, "max_detections is 0"),
