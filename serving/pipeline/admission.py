@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from ...model.plurals import counted
 from ..errors import QueueFullError
 
 # Weight of the latest image in the moving average of the service time.
@@ -123,10 +124,11 @@ class AdmissionController:
         capacity, connections = self.capacity, len({*self._claimed, peer})
         setting = "max-wait-s" if capacity < self._max_capacity else "queue-size"
         raise QueueFullError(
-            f"the server is busy: the request needs {slots} admission slots, one per image, but "
-            f"{self._in_use} of {capacity} are in use, and the request's connection already holds "
-            f"or waits for {self._claimed[peer]} ({connections} connections share the slots); try "
-            f"again later, or raise the server's --{setting}"
+            f"the server is busy: the request needs {counted(slots, 'admission slot')}, one per "
+            f"image, but {self._in_use} of {capacity} are in use, and the request's connection "
+            f"already holds or waits for {self._claimed[peer]} (the slots are shared by "
+            f"{counted(connections, 'connection')}); try again later, or raise the server's "
+            f"--{setting}"
         )
 
     @asynccontextmanager

@@ -134,7 +134,7 @@ def test_invalid_data_is_rejected_in_one_sentence(data: bytes, message: str) -> 
 def test_limit_on_pixels_is_inclusive() -> None:
     data = encoded(Image.fromarray(gradient()))
     assert decode_image(data, max_pixels=24 * 40).shape == (24, 40, 3)
-    with pytest.raises(ImageError, match="more than the 959 pixels"):
+    with pytest.raises(ImageError, match=r"more than the 959 pixels.*max_pixels"):
         decode_image(data, max_pixels=24 * 40 - 1)
 
 

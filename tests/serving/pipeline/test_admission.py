@@ -53,7 +53,7 @@ async def test_unary_requests_beyond_the_share_are_rejected() -> None:
     held = [await acquired(admission, "a") for _ in range(8)]
     waiting = [asyncio.create_task(acquired(admission, "b")) for _ in range(4)]
     await settle()
-    with pytest.raises(QueueFullError, match=r"waits for 4 \(2 connections share.*queue-size"):
+    with pytest.raises(QueueFullError, match=r"1 admission slot,.*waits for 4 .* by 2 conn.*queue"):
         await acquired(admission, "b")
     for task in waiting:
         task.cancel()
@@ -70,7 +70,7 @@ async def test_unary_requests_beyond_the_share_are_rejected() -> None:
 async def test_more_connections_than_slots() -> None:
     admission = AdmissionController(2)
     held = [await acquired(admission, peer) for peer in "ab"]
-    with pytest.raises(QueueFullError, match="3 connections share"):
+    with pytest.raises(QueueFullError, match="shared by 3 connections"):
         admission.check("c")
     await held[0].aclose()
     admission.check("c")
