@@ -207,9 +207,10 @@ class Endpoint:
         except AbortedCallError:
             return error_response(call.code() or grpc.StatusCode.UNKNOWN, call.details())
         except HTTPException as error:
-            reason = error.__cause__
-            if not isinstance(reason, ServingError):
-                reason = InvalidRequestError(error.detail)
+            cause = error.__cause__
+            kind = type(cause) if isinstance(cause, ServingError) else InvalidRequestError
+            # The log has the gRPC status of the reason, which does not imply the HTTP status.
+            reason = kind(f"HTTP status {error.status_code}: {error.detail}")
             self._transport.access.record_rejection(self._method, call.peer(), reason)
             return http_error_response(error)
         except ClientDisconnect:

@@ -173,12 +173,17 @@ def test_invalid_images_are_rejected(http: httpx.Client, picture: Encode, accept
         assert "image" in response.json()["error"]
 
 
-def test_forms_and_compressed_bodies_are_rejected(http: httpx.Client, picture: Encode) -> None:
+def test_forms_and_compressed_bodies_are_rejected(
+    http: httpx.Client, picture: Encode, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "maskrcnn_trt.serving")
     response = http.post("/v1/detect", files={"file": picture()})
     assert response.status_code == 415
     assert "--data-binary" in response.json()["error"]
     response = http.post("/v1/detect", content=b"x", headers={"Content-Encoding": "gzip"})
     assert response.status_code == 415
+    errors = [getattr(record, "error", "") for record in caplog.records]
+    assert [error.partition(":")[0] for error in errors] == ["HTTP status 415"] * 2
 
 
 @pytest.mark.slow
