@@ -1,7 +1,7 @@
 """Compare the categories of a COCO data set with a model's classes and with each other."""
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from ....model.bundle.manifest import Category
@@ -33,12 +33,23 @@ def with_ids_of(dataset: CocoDataset, known: Sequence[Category]) -> tuple[Catego
 
     The ids of a class can differ between data sets, because YOLO counts from 0 and CVAT from 1. A
     class that the data set lacks keeps its id, unless the data set uses this id. It then gets a new
-    id.
+    id. If the model has all categories of the data set with their ids, all classes keep their ids.
 
     Raises:
-        ConfigError: The model lacks a category of the data set.
+        ConfigError: The model lacks a category of the data set. Or the ids differ, and several
+            classes have the same name.
     """
     check_categories(dataset, known)
+    if set(dataset.categories) <= set(known):
+        return tuple(known)
+    for categories in (dataset.categories, known):
+        ((name, count),) = Counter(category.name for category in categories).most_common(1)
+        if count > 1:
+            raise ConfigError(
+                f"the category ids in {dataset.name} are not those of the model, and names do not "
+                f"tell the classes apart, because {count} have the name {name!r}; give the "
+                "categories of this file the ids of the model"
+            )
     ids = {category.name: category.id for category in dataset.categories}
     used = {*ids.values(), *(category.id for category in known)}
     free = itertools.count(max(used) + 1)

@@ -51,3 +51,11 @@ def test_the_first_category_that_a_model_lacks_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{difference}.*not a class of the model.*{remedy}"):
         with_ids_of(dataset, known)
+
+
+def test_classes_of_equal_names_need_the_ids_of_the_model(dataset: CocoDataset) -> None:
+    second = Category(id=4, name="ring")
+    known = (*_known(circle=1, ring=2, star=3), second)
+    assert with_ids_of(dataset, known) == known
+    with pytest.raises(ConfigError, match="2 have the name 'ring'"):
+        with_ids_of(dataset, [*_known(circle=1, star=2, ring=3), second])
