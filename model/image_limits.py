@@ -48,7 +48,7 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
     size = f"the image is {height}x{width} pixels (height x width)"
     if height * width > max_pixels:
         raise ImageError(
-            f"{size}, more than the {max_pixels} pixels allowed (on a server: max_pixels)"
+            f"{size}, more than the {max_pixels} pixels allowed (setting of a server: max_pixels)"
         )
     if min(height, width) < MIN_SIDE:
         raise ImageError(f"{size}, but each side must have at least {MIN_SIDE} pixels")

@@ -163,7 +163,10 @@ ResponseEncoder = Callable[[Detections], Any]
 
 
 def not_encoded(detections: Detections) -> Detections:
-    """Return the detections unchanged. `ResponseEncoder` of callers that encode them later."""
+    """Return the detections unchanged.
+
+    Callers that encode the detections later use this function as their `ResponseEncoder`.
+    """
     return detections
 
 

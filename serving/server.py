@@ -163,7 +163,11 @@ async def detection_server(
 
 @contextlib.contextmanager
 def _cancelled_requests_logged(metrics: Metrics, grace_s: float) -> Iterator[None]:
-    """Log a warning if `grace_s` seconds pass within the `with` block and requests are open."""
+    """Context manager: after `grace_s` seconds, log how many requests are still in progress.
+
+    The `with` block stops the server, which cancels these requests at that time. If the block ends
+    sooner, or no request is in progress, nothing is logged.
+    """
 
     def warn() -> None:
         if count := metrics.requests_in_progress:

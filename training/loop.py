@@ -101,8 +101,8 @@ class TrainingLoop:
 
         Raises:
             DataError: An image is unreadable and `data.on_broken` is "refuse", or all images of a
-                shape bucket (input size) are unreadable. If this happens in training, the run has
-                one rank, and a step is complete, a checkpoint is written before the error.
+                shape bucket (input size) are unreadable. A run with one rank writes a checkpoint
+                before the error if the error occurs in training and after the first step.
             ConfigError: A tracker cannot start.
             DivergenceError: A loss or a weight is not finite.
             GpuMemoryError: A step or an evaluation needs more memory than the GPU has.

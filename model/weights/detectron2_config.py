@@ -90,7 +90,9 @@ def read_config(path: Path) -> Detectron2Config | None:
 
 
 def _config_from(path: Path, values: Mapping[str, Any]) -> Detectron2Config:
-    """Convert the values of a configuration file, by detectron2's dotted keys.
+    """Convert the values of a detectron2 configuration file to a `Detectron2Config`.
+
+    The values are given by dotted key, such as `MODEL.PIXEL_MEAN`.
 
     Raises:
         WeightsError: this model cannot represent a setting.
@@ -149,9 +151,10 @@ def _values_in(path: Path) -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """Return the value of text that is a Python literal, as detectron2 does.
+    """If a value is a string that contains a Python literal, return the literal's value.
 
-    A tuple, such as `(0.3, 0.7)`, becomes a list. Other values are returned unchanged.
+    detectron2 does the same. A tuple, such as `(0.3, 0.7)`, becomes a list. Any other string, and
+    a value that is not a string, is returned unchanged.
     """
     if isinstance(value, str):
         with suppress(ValueError, SyntaxError):

@@ -42,9 +42,10 @@ def nms_keep_kernel(
 def nms_keep_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_keep` and of `nms_select`.
 
-    Inputs of `nms_keep` are boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. Inputs
-    of `nms_select` are the classes and the output of `nms_overlaps`. The output of both tells which
-    boxes are kept, [sets, boxes], in the `keep_type` of `nms_keep_kernel`.
+    `nms_keep` reads boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. `nms_select`
+    reads the classes and the output of `nms_overlaps`. Each of `nms_keep` and `nms_select` writes
+    which boxes are kept, [sets, boxes]. The type of this output is the argument `keep_type` of
+    `nms_keep_kernel`.
     """
     return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 

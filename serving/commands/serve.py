@@ -53,7 +53,7 @@ def config_options(command: _Command) -> _Command:
 
 
 def config_from_options(values: dict[str, Any]) -> ServeConfig:
-    """Return the server settings, given the current command's option values by name.
+    """Return the server settings. `values` are the current command's options by name.
 
     Raises:
         click.UsageError: A value is invalid.
@@ -146,8 +146,8 @@ def _read_environment_and_file(
 ) -> None:
     """Check the names of the environment variables, and read the YAML file with settings.
 
-    The settings in the file become the defaults of the command's options. Callback of the option
-    `--config`, whose value is `path`. None: the option is not given.
+    The settings in the file become the defaults of the command's options. This function is the
+    callback of the option `--config`. `path` is the option's value; None if it is not given.
 
     Raises:
         click.UsageError: An environment variable `MASKRCNN_...` does not name a setting, or the

@@ -99,7 +99,9 @@ def write_pixels(image: PlannedImage, row: Pixels) -> None:
 
 
 def prepare_image(image: PlannedImage) -> ModelInput:
-    """Decode and resize a planned image, and pad it to its input size.
+    """Decode and resize an image, and pad it to its input size.
+
+    `image` is the output of `plan_image`, which has chosen the input size.
 
     Raises:
         ImageError: the image is damaged.

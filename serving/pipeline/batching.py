@@ -302,14 +302,16 @@ class Batcher(Generic[Item, Result]):
         Each process with the backend `auto` chooses a backend that runs on its GPU at that time.
 
         Raises:
-            BackendError: its engine takes other items than the first worker's engine.
+            BackendError: its engine takes images of another form than the first worker's engine
+                (encoded files instead of pixels, or vice versa), or has other input sizes.
         """
         own, first = process.info, self.info
         if (own.is_end_to_end, own.buckets) != (first.is_end_to_end, first.buckets):
             raise BackendError(
-                f"a worker process chose the backend {own.backend}, which cannot compute batches "
-                f"for {first.backend}, the backend of the model's first worker; the log has the "
-                "reason of its choice; to use one backend in all workers, set --backend"
+                f"a worker process chose the backend {own.backend}, which cannot compute the "
+                f"batches that are prepared for {first.backend}, the backend of the model's first "
+                "worker; the log says why it was chosen; to use one backend in all workers, set "
+                "--backend"
             )
 
 

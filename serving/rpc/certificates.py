@@ -215,7 +215,10 @@ def _time(text: str) -> datetime:
 
 
 def _check_grpc_support(certificate: Path, pem: bytes) -> None:
-    """Raise ServingError if gRPC does not support the certificate's label or key algorithm."""
+    """Raise ServingError if gRPC does not support the certificate's PEM label or key algorithm.
+
+    The PEM label is `CERTIFICATE` in `-----BEGIN CERTIFICATE-----`.
+    """
     if other := _OTHER_LABEL.search(pem):
         raise ServingError(
             f"gRPC does not read the {other[1].decode()} in {certificate}; convert it to a "

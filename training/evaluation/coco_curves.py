@@ -158,7 +158,10 @@ _inherited_tasks: list[_ClassTask] = []
 
 
 def _initialise_process(tasks: list[_ClassTask]) -> None:
-    """Inherit the tasks. Let signals end this process at once, without a traceback."""
+    """Store the tasks that this process inherits from the main process.
+
+    Also let signals end this process at once, without a traceback.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     _inherited_tasks.extend(tasks)

@@ -52,8 +52,13 @@ def output_folder(path: Path, given: dict[str, Any]) -> Path:
 def resumed_config(output: Path, overrides: Sequence[str], given: Mapping[str, Any]) -> TrainConfig:
     """Load the configuration of the run in the folder `output`, and apply overrides.
 
-    If they change the length of the run, `solver.steps` is scaled to the new length unless it is in
-    `given`: the values in `overrides` by dotted key.
+    If the overrides change the length of the run, but not `solver.steps`, the steps are scaled to
+    the new length.
+
+    Args:
+        output: Folder of the run.
+        overrides: Values that the user sets, as `key.path=value`.
+        given: The values in `overrides` by dotted key.
 
     Raises:
         ConfigError: As in `load_config`.

@@ -195,9 +195,9 @@ def check_resumed_data(path: Path, config: TrainConfig) -> None:
             used = config.output_dir / _DATA_FOLDER / new.name
             if used.is_file() and not filecmp.cmp(used, new, shallow=False):
                 raise ConfigError(
-                    f"the annotations of {path} have changed since the run began (difference from "
-                    f"{used}); restore the data, or start a new run from the checkpoint with "
-                    "weights=FILE output_dir=FOLDER"
+                    f"the annotations of {path} have changed since the run began: they differ from "
+                    f"those in {used}, which the run uses; restore the data, or start a new run "
+                    "from the checkpoint with weights=FILE output_dir=FOLDER"
                 )
 
 

@@ -29,11 +29,12 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
 
 
 def with_ids_of(dataset: CocoDataset, known: Sequence[Category]) -> tuple[Category, ...]:
-    """Return the classes of a model with the ids of the data set's categories of the same names.
+    """Return the classes of a model with the ids that a data set uses.
 
-    The ids of a class can differ between data sets, because YOLO counts from 0 and CVAT from 1. A
-    class that the data set lacks keeps its id, unless the data set uses this id. It then gets a new
-    id. If the model has all categories of the data set with their ids, all classes keep their ids.
+    Classes and categories are matched by name. The ids of a class can differ between data sets,
+    because YOLO counts from 0 and CVAT from 1. A class that the data set lacks keeps its id, or
+    gets a new one if the data set uses this id for another class. If the model has all categories
+    of the data set with the same ids, no id changes.
 
     Raises:
         ConfigError: The model lacks a category of the data set. Or the ids differ, and several
@@ -76,7 +77,8 @@ def _remedy(name: str, known: Sequence[Category]) -> str:
 
     Args:
         name: Name of the category.
-        known: Classes of the model. The name of one may differ only in case or blanks.
+        known: Classes of the model. If the name of one differs from `name` only in case or blanks,
+            the remedy is to rename the category to it.
     """
     for category in known:
         if _folded(category.name) == _folded(name):

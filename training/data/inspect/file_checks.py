@@ -83,9 +83,9 @@ def read_headers(records: Sequence[ImageRecord]) -> list[HeaderSize | ImageError
 def misfit_files(
     records: Sequence[ImageRecord], headers: Sequence[HeaderSize | ImageError]
 ) -> list[Suspicion]:
-    """Find image files whose header is an error, or states another size than annotated.
+    """Find image files whose header is unreadable, or states another size than the annotations.
 
-    `headers` is the result of `read_headers`.
+    `headers` is the result of `read_headers`: the size of each image, or the error of its header.
     """
     misfits = []
     for record, header in zip(records, headers, strict=True):
