@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import NamedTuple
 
@@ -251,7 +252,12 @@ def _measure(
 def _client_processes(count: int) -> Iterator[ProcessPoolExecutor]:
     """Start `count` client processes, and yield their pool when all of them run."""
     context = get_context("spawn")
-    wait_for_all = context.Barrier(count).wait
-    with ProcessPoolExecutor(count, context, wait_for_all, (_START_LIMIT_S,)) as pool:
+    with ProcessPoolExecutor(count, context, _await_all, (context.Barrier(count),)) as pool:
         list(pool.map(abs, range(count)))
         yield pool
+
+
+def _await_all(barrier: Barrier) -> None:
+    # A function of this module: to unpickle it, each process imports this module, which takes
+    # seconds, before the measurement instead of in it.
+    barrier.wait(_START_LIMIT_S)
