@@ -109,10 +109,8 @@ def test_two_processes_report_one_step(config_path: Path, tmp_path: Path):
 def test_lack_of_gpu_memory_names_the_batch_size(
     config_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The error of `Trainer` could not be sent to the parent process."""
-
-    def step(trainer: Trainer, _: object) -> None:
-        raise GpuMemoryError(trainer.config, world_size=1)
+    def step(*_: object) -> None:
+        raise GpuMemoryError
 
     monkeypatch.setattr(Trainer, "step", step)
     config = load_config(str(config_path), [])

@@ -11,6 +11,7 @@ import trustme
 from bundle_copies import linked_copy
 from click.testing import CliRunner, Result
 
+from maskrcnn_trt.model.bundle.manifest import read_manifest, sha256_of, write_manifest
 from maskrcnn_trt.model.host_resources import available_memory
 from maskrcnn_trt.serving.commands.doctor import CheckResult, CheckSection, show
 from maskrcnn_trt.serving.commands.serve import serve
@@ -160,9 +161,17 @@ def test_missing_precision(bundle: Path) -> None:
 
 
 def test_fault_that_only_the_trial_shows(bundle: Path, tmp_path: Path) -> None:
-    report = examine(bundle, token_file=tmp_path / "absent")
+    folder, manifest = linked_copy(bundle, tmp_path / "bundle"), read_manifest(bundle)
+    artifact = manifest.artifacts[0]
+    graph = folder / artifact.path
+    for link in (graph, folder / "manifest.json"):
+        link.unlink()
+    graph.write_bytes(b"not a graph")
+    artifact = artifact.model_copy(update={"sha256": sha256_of(graph)})
+    write_manifest(folder, manifest.model_copy(update={"artifacts": (artifact,)}))
+    report = examine(folder)
     assert report["Trial"]["start"].state == "fault"
-    assert "absent" in report["Trial"]["start"].text
+    assert artifact.path in report["Trial"]["start"].text
 
 
 def test_settings_beyond_the_machine_are_warnings(bundle: Path) -> None:
