@@ -1,7 +1,6 @@
 """`maskrcnn quickstart`: data set, training, export, serving and benchmarks of a small model."""
 
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -90,7 +89,7 @@ def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> 
     steps = plan_steps(synthetic.train + synthetic.val, config)
     console.print(plan_table(steps))
     with step(console, steps, 1, output / "data"):
-        draw_dataset(output / "data", synthetic, workers=os.cpu_count() or 1)
+        draw_dataset(output / "data", synthetic, workers=None)
     with step(console, steps, 2, output / "train", has_progress=True):
         # The training writes PROGRESS_FILE after 10, 30 and 100 % of its steps. Link to it now, so
         # that the file can be opened by the link while the training runs.

@@ -1,6 +1,5 @@
 """Command group `maskrcnn data` and its command `synthetic`."""
 
-import os
 import re
 from pathlib import Path
 
@@ -117,7 +116,7 @@ def synthetic(
         draw_dataset(
             folder,
             config,
-            workers=workers or len(os.sched_getaffinity(0)),
+            workers=workers,
             overwrite=overwrite,
             on_image=lambda: progress.advance(task),
         )

@@ -126,7 +126,7 @@ def _images_fault(
     if missing or not decode:
         return _fault_of_files("missing or empty", missing)
     broken, done, total = [], 0, sum(lengths[name] for name in sizes)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         outcomes = pool.map(lambda name: _is_valid_image(folder / name, sizes[name]), sizes)
         for name, is_valid in zip(sizes, outcomes, strict=True):
             broken += [] if is_valid else [name]

@@ -53,7 +53,7 @@ def undecodable_files(
 
     suspicions = []
     # Threads suffice, because decoders release the GIL.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for record, fault in zip(records, pool.map(fault_of, records), strict=True):
             on_image()
             if fault is not None:
@@ -76,7 +76,7 @@ def read_headers(records: Sequence[ImageRecord]) -> list[HeaderSize | ImageError
         except ImageError as error:
             return error
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(read, records))
 
 

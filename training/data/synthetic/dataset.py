@@ -65,7 +65,7 @@ def draw_dataset(
     folder: Path,
     config: SyntheticConfig,
     *,
-    workers: int = 1,
+    workers: int | None = 1,
     overwrite: bool = False,
     on_image: Callable[[], object] = lambda: None,
 ) -> None:
@@ -74,13 +74,15 @@ def draw_dataset(
     Args:
         folder: Output folder. It is created if it does not exist.
         config: Settings of the data set.
-        workers: Number of processes. The files do not depend on this number.
+        workers: Number of processes. The files do not depend on this number. None: one per core
+            that this process may use.
         overwrite: Also delete the images of an earlier, larger data set that are not overwritten.
         on_image: Called after each image.
 
     Raises:
         DataError: A worker process was killed.
     """
+    workers = workers or len(os.sched_getaffinity(0))
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
     for split, count in (("train", config.train), ("val", config.val)):
         (folder / split).mkdir(exist_ok=True)
@@ -125,7 +127,7 @@ def with_synthetic_data(config: TrainConfig) -> TrainConfig:
     with FileLock(config.output_dir / ".synthetic.lock"):
         if not folder.exists():
             partial_folder = folder.with_name(f".{folder.name}.partial")
-            draw_dataset(partial_folder, drawn, workers=len(os.sched_getaffinity(0)))
+            draw_dataset(partial_folder, drawn, workers=None)
             partial_folder.rename(folder)
     sets = {
         "train": _split_of(folder, "train"),
