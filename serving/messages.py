@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..model.bundle.manifest import Manifest
+from ..model.bundle.manifest import Category, Manifest
 from ..model.bundle.spec import ShapeBucket
 from ..model.masks import Rle
 from ..protos.maskrcnn.v1 import detector_pb2 as pb
@@ -39,41 +38,8 @@ _MASK_FORMAT_FROM_NUMBER = {
 }
 
 
-def _tag(number: int, wire_type: int = 2) -> bytes:
-    """Return the protobuf tag of field `number`. Wire type 2: bytes or a message; 5: a float."""
-    return bytes([number << 3 | wire_type])
-
-
-_RESPONSE_TAG = _tag(pb.DetectStreamResponse.RESPONSE_FIELD_NUMBER)
-_DETECTION_TAG = _tag(pb.DetectResponse.DETECTIONS_FIELD_NUMBER)
-_RLE_TAG = _tag(pb.Detection.RLE_FIELD_NUMBER)
-_COUNTS_TAG = _tag(pb.Rle.COUNTS_FIELD_NUMBER)
-# Varint of each integer that takes one or two bytes, by integer. A cache would be slower, because
-# most lengths of masks occur once.
-_SHORT_VARINTS = [bytes([value]) for value in range(1 << 7)] + [
-    bytes([value & 0x7F | 0x80, value >> 7]) for value in range(1 << 7, 1 << 14)
-]
-_CORNERS = ("x_min", "y_min", "x_max", "y_max")
-# Serialised coordinate of a box.
-_CORNER = np.dtype([("tag", "S1"), ("value", "<f4")])
-# Template of a detection's serialised fields `score` and `box`, with zeros as values: tag and value
-# of the score, tag and length of the box, then tag and value of each coordinate.
-_SCORE_AND_BOX = np.array(
-    (
-        _tag(pb.Detection.SCORE_FIELD_NUMBER, 5),
-        0,
-        _tag(pb.Detection.BOX_FIELD_NUMBER),
-        4 * _CORNER.itemsize,
-        [(_tag(number, 5), 0) for number in range(1, 5)],
-    ),
-    [
-        ("score_tag", "S1"),
-        ("score", "<f4"),
-        ("box_tag", "S1"),
-        ("box_length", "u1"),
-        ("corners", _CORNER, 4),
-    ],
-)
+# Tag of a field of bytes or of a message.
+_RESPONSE_TAG = bytes([pb.DetectStreamResponse.RESPONSE_FIELD_NUMBER << 3 | 2])
 
 
 def request_from_options(
@@ -135,10 +101,6 @@ def scheduling_from_request(request: pb.DetectRequest, peer: str, model: str) ->
 def encode_detections(detections: Detections) -> bytes:
     """Serialise detections as a `DetectResponse` without the fields for request ID and timing."""
     response = pb.DetectResponse(height=detections.height, width=detections.width)
-    if detections.rles is not None:
-        # Serialising the detections by hand takes half the time of building messages, which matters
-        # with 100 masks per image.
-        return response.SerializeToString() + _detections_with_rles(detections)
     rows = zip(
         detections.boxes.tolist(),
         detections.labels.tolist(),
@@ -154,7 +116,10 @@ def encode_detections(detections: Detections) -> bytes:
         message.category_id, message.score = category_id, score
         box = message.box
         box.x_min, box.y_min, box.x_max, box.y_max = corners
-        if detections.mask_probabilities is not None:
+        if detections.rles is not None:
+            rle = message.rle
+            rle.height, rle.width, rle.counts = detections.rles[index]
+        elif detections.mask_probabilities is not None:
             mask = detections.mask_probabilities[index]
             message.probabilities.side = len(mask)
             message.probabilities.values = mask.astype("<f4").tobytes()
@@ -165,48 +130,21 @@ def encode_detections(detections: Detections) -> bytes:
     return response.SerializeToString()
 
 
-def _detections_with_rles(detections: Detections) -> bytes:
-    """Serialise detections with RLE masks as the field `DetectResponse.detections`."""
-    names = map(
-        _class_fields,
-        detections.labels.tolist(),
-        detections.class_names,
-        detections.category_ids.tolist(),
-    )
-    size = pb.Rle(height=detections.height, width=detections.width).SerializeToString()
-    size_and_tag = size + _COUNTS_TAG
-    parts: list[bytes] = []
-    rows = zip(names, _scores_and_boxes(detections), detections.rles or (), strict=True)
-    for name, score_and_box, (_, _, counts) in rows:
-        # The tag and the length of a field precede it. All tags here take one byte.
-        counts_length = _varint(len(counts))
-        rle_size = len(size_and_tag) + len(counts_length) + len(counts)
-        rle_length = _varint(rle_size)
-        detection_size = len(name) + len(score_and_box) + 1 + len(rle_length) + rle_size
-        parts += (_DETECTION_TAG, _varint(detection_size), name, score_and_box)
-        parts += (_RLE_TAG, rle_length, size_and_tag, counts_length, counts)
-    return b"".join(parts)
+def class_fields(label: int, category: Category) -> bytes:
+    """Serialise the fields of a `Detection` that depend on its class.
 
-
-def _scores_and_boxes(detections: Detections) -> list[bytes]:
-    """Return the serialised fields `score` and `box`: one bytes object for each detection."""
-    records = _SCORE_AND_BOX[None].repeat(len(detections))
-    records["score"], records["corners"]["value"] = detections.scores, detections.boxes
-    fields: list[bytes] = records.view(f"V{records.itemsize}").tolist()
-    has_zeros = (detections.boxes == 0).any(axis=1) | (detections.scores == 0)
-    # The template has all fields, but protobuf leaves out fields whose value is zero.
-    for index in np.flatnonzero(has_zeros).tolist():
-        box = pb.Box(**dict(zip(_CORNERS, detections.boxes[index].tolist(), strict=True)))
-        message = pb.Detection(score=float(detections.scores[index]), box=box)
-        fields[index] = message.SerializeToString()
-    return fields
-
-
-@lru_cache(maxsize=4096)
-def _class_fields(label: int, class_name: str, category_id: int) -> bytes:
-    """Serialise the fields of a detection that depend on its class."""
-    fields = pb.Detection(label=label, class_name=class_name, category_id=category_id)
+    `label` is the position of the class in the model, from 1.
+    """
+    fields = pb.Detection(label=label, class_name=category.name, category_id=category.id)
     return fields.SerializeToString()
+
+
+def response_with_detections(height: int, width: int, detections: bytes | memoryview) -> bytes:
+    """Return the output of `encode_detections` from the serialised field `detections`.
+
+    `height` and `width` are the size of the source image in pixels.
+    """
+    return b"".join((pb.DetectResponse(height=height, width=width).SerializeToString(), detections))
 
 
 def response_bytes(response: TimedResponse[bytes], request_id: str) -> bytes:
@@ -234,9 +172,7 @@ def stream_response_bytes(response: bytes, request_id: str) -> bytes:
 
 def _varint(value: int) -> bytes:
     """Encode a non-negative integer as a protobuf varint."""
-    if value < len(_SHORT_VARINTS):
-        return _SHORT_VARINTS[value]
-    return bytes([value & 0x7F | 0x80]) + _varint(value >> 7)
+    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + _varint(value >> 7)
 
 
 def detections_from_response(response: pb.DetectResponse, mask_format: MaskFormat) -> Detections:

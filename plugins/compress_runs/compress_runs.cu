@@ -18,27 +18,6 @@ __device__ int groups_of(int value) {
     return (bits + GROUP_BITS) / GROUP_BITS;
 }
 
-// Return the exclusive prefix sum of `own` over the block, plus `total`. Then add the sum of all
-// threads to `total`. Call __syncthreads() between two calls of this function.
-__device__ int sum_before(int own, int& total) {
-    __shared__ int warps[WARPS];
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    int inclusive = own;
-    for (int distance = 1; distance < WARP; distance *= 2) {
-        const int earlier = __shfl_up_sync(ALL_LANES, inclusive, distance);
-        if (lane >= distance) inclusive += earlier;
-    }
-    if (lane == WARP - 1) warps[warp] = inclusive;
-    __syncthreads();
-
-    int before = total + inclusive - own;
-    for (int other = 0; other < WARPS; ++other) {
-        if (other < warp) before += warps[other];
-        total += warps[other];
-    }
-    return before;
-}
-
 // Number that COCO RLE stores for a run: from the fourth run on, the difference from the run two
 // before.
 __device__ int stored(const int* counts, int run) {
@@ -63,7 +42,7 @@ compress_runs(const int* __restrict__ counts, const int* __restrict__ num_runs, 
 
     int own = 0, length = 0;
     for (int run = threadIdx.x; run < runs; run += THREADS) own += groups_of(stored(counts, run));
-    sum_before(own, length);
+    sum_before<WARPS>(own, length);
     if (threadIdx.x == 0) {
         first = static_cast<long long>(atomicAdd(reserved, static_cast<unsigned long long>(length)));
         span[0] = first;
@@ -79,7 +58,7 @@ compress_runs(const int* __restrict__ counts, const int* __restrict__ num_runs, 
             value = stored(counts, run);
             groups = groups_of(value);
         }
-        long long place = first + sum_before(groups, total);
+        long long place = first + sum_before<WARPS>(groups, total);
         for (; groups > 0; --groups, ++place, value >>= GROUP_BITS) {
             const int more = groups > 1 ? 0x20 : 0;
             if (place < capacity) text[place] = (value & 0x1f) + more + 48;

@@ -1,4 +1,4 @@
-// Warps: 32 neighbouring threads of a block.
+// Warps, which are 32 neighbouring threads of a block: combinations and prefix sums of their values.
 #pragma once
 
 constexpr int WARP = 32;
@@ -13,4 +13,26 @@ __device__ Value combined_over_warp(Value value, const Combine& combine) {
         value = combine(value, __shfl_xor_sync(ALL_LANES, value, step));
     }
     return value;
+}
+
+// Return the exclusive prefix sum of `own` over a block of WARPS warps, plus `total`. Then add the
+// sum of all threads to `total`. Call __syncthreads() between two calls of this function.
+template <int WARPS>
+__device__ int sum_before(int own, int& total) {
+    __shared__ int warps[WARPS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int inclusive = own;
+    for (int distance = 1; distance < WARP; distance *= 2) {
+        const int earlier = __shfl_up_sync(ALL_LANES, inclusive, distance);
+        if (lane >= distance) inclusive += earlier;
+    }
+    if (lane == WARP - 1) warps[warp] = inclusive;
+    __syncthreads();
+
+    int before = total + inclusive - own;
+    for (int other = 0; other < WARPS; ++other) {
+        if (other < warp) before += warps[other];
+        total += warps[other];
+    }
+    return before;
 }

@@ -17,6 +17,7 @@ from ..detections import (
     Detections,
     ResponseEncoder,
     TimedResponse,
+    not_encoded,
     out_of_band,
 )
 
@@ -71,23 +72,13 @@ class ImageRequest(NamedTuple):
 
     image: PlannedImage
     options: DetectionOptions
+    # Encoder of the response, for engines that encode responses themselves.
+    encoder: ResponseEncoder = not_encoded
 
     @property
     def bucket(self) -> ShapeBucket:
         """Input size to which the image is padded."""
         return self.image.bucket
-
-
-class DeviceRequest(NamedTuple):
-    """One image as the input of an engine that decodes images and encodes responses itself."""
-
-    request: ImageRequest
-    encoder: ResponseEncoder
-
-    @property
-    def bucket(self) -> ShapeBucket:
-        """Input size to which the image is padded."""
-        return self.request.bucket
 
 
 # Entry of a batch: the request for an image, or the error if the image is invalid. An invalid
@@ -103,7 +94,7 @@ class Step(NamedTuple):
 
     name: str
     # Takes the result of the previous step. The first step takes `ImageRequest`s of one input size,
-    # and the last step returns one `Outcome` per request.
+    # and the last step returns the result of each request.
     run: Callable[[Any], Any]
     # Maximum number of batches in this step at once. 1 keeps batches in order. Not used if
     # `continues_section` is True.
@@ -145,15 +136,19 @@ class StepChain:
                 self._sections.append(([], BoundedSemaphore(step.threads)))
             self._sections[-1][0].append(step.run)
 
-    def __call__(self, requests: Sequence[ImageRequest]) -> list[Outcome]:
-        """Run the steps on a batch of one input size. Return each image's detections or error."""
+    def __call__(self, requests: Sequence[ImageRequest]) -> list[Any]:
+        """Run the steps on a batch of one input size. Return the last step's list of results.
+
+        A result is a `TimedResponse` if the steps encode the response to the image's request.
+        Otherwise it is the image's `Outcome`.
+        """
         batch: Any = requests
         for runs, free in self._sections:
             with free:
                 for run in runs:
                     batch = run(batch)
-        outcomes: list[Outcome] = batch
-        return outcomes
+        results: list[Any] = batch
+        return results
 
 
 def aligned_layout(lengths: Sequence[int]) -> tuple[list[int], int]:
@@ -170,7 +165,7 @@ def aligned_layout(lengths: Sequence[int]) -> tuple[list[int], int]:
 
 
 # Input of an engine for one image (`EngineItem`), and its output (`EngineResult`).
-EngineItem = ModelInput | DeviceRequest
+EngineItem = ModelInput | ImageRequest
 EngineResult = HostOutputs | TimedResponse[Any] | ImageError
 
 Item = TypeVar("Item", contravariant=True)
@@ -190,7 +185,7 @@ class EngineInfo(NamedTuple):
     saturating_batches: int
     # Input sizes of the model.
     buckets: tuple[ShapeBucket, ...]
-    # True: the engine takes `DeviceRequest`s and returns encoded responses. False: it takes
+    # True: the engine takes `ImageRequest`s and returns encoded responses. False: it takes
     # `ModelInput`s, prepared on the CPU, and returns the model's outputs for each image.
     is_end_to_end: bool
 

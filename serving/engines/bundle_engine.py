@@ -22,7 +22,6 @@ from ..detections import DEFAULT_OPTIONS, Detections, TimedResponse
 from ..messages import encode_detections
 from .base import (
     BatchSteps,
-    DeviceRequest,
     Engine,
     EngineInfo,
     ImageRequest,
@@ -127,19 +126,18 @@ class DeviceEngine:
         self._backend.warm_up(max_batch)
         batch = 1 if self._backend.device == "cpu" else max_batch
         for bucket in self._backend.buckets:
-            request = ImageRequest(_black_image(bucket), DEFAULT_OPTIONS)
-            self.compute([DeviceRequest(request, encode_detections)] * batch)
+            request = ImageRequest(_black_image(bucket), DEFAULT_OPTIONS, encode_detections)
+            self.compute([request] * batch)
 
-    def compute(self, items: Sequence[DeviceRequest]) -> list[TimedResponse[Any] | ImageError]:
+    def compute(self, items: Sequence[ImageRequest]) -> list[TimedResponse[Any] | ImageError]:
         """Return, for each request, the encoded response or, if the image is invalid, the error."""
-        outcomes = self._compute([item.request for item in items])
         return [
             _encoded(item, outcome) if isinstance(outcome, Detections) else outcome
-            for item, outcome in zip(items, outcomes, strict=True)
+            for item, outcome in zip(items, self._compute(items), strict=True)
         ]
 
 
-def _encoded(item: DeviceRequest, detections: Detections) -> TimedResponse[Any]:
+def _encoded(item: ImageRequest, detections: Detections) -> TimedResponse[Any]:
     start = time.perf_counter()
     value = item.encoder(detections)
     encode_us = detections.timing.encode_us + round(1e6 * (time.perf_counter() - start))

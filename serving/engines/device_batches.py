@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -10,13 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...model.bundle.manifest import Category
 from ...model.bundle.spec import ShapeBucket
 from ...model.image_limits import ImageError
 from ...model.masks import MaskPaste
 from ...plugins.compress_runs import compress_runs
+from ...plugins.detection_messages import ClassTable
 from ...plugins.paste_rle import paste_rle
 from ..backends.base import ModelOutputs
 from ..detections import MaskFormat, Timing
+from ..messages import class_fields
 from .base import BatchEntry, ImageRequest, aligned_layout
 
 # Pauses between polls of an event, in seconds: the first pause, and the default of the longest one.
@@ -26,6 +28,11 @@ LONGEST_PAUSE_S: Final = 5e-4
 # Maximum number of RLE runs to encode at once when masks that exceeded the buffers are encoded
 # again. These runs take 64 MiB on the device, and their text one to two bytes per run.
 _REPEATED_RUNS: Final = 1 << 24
+
+# Maximum number of bytes of a detection in a message, without the fields that depend on its class
+# and without the characters of its mask: 27 for score and box, and 6 for each of five lengths and
+# sizes with their tags.
+_FIELDS_LENGTH: Final = 57
 
 
 class StreamEvent:
@@ -87,6 +94,8 @@ class PreparedBatch(NamedTuple):
     scales: Tensor
     # [B, 1, 4] float32, upper limits to which the scaled boxes are clipped.
     limits: Tensor
+    # [B, 2] float64, maximum number of detections and score threshold in each request.
+    selections: Tensor
     # Event before decoding.
     begin: StreamEvent
     # The tensors are valid after this event.
@@ -127,6 +136,8 @@ class PastedBatch(NamedTuple):
     # Host arrays by mask format. RLE: the fields of `EncodedMasks`. PROBABILITIES: one array, the
     # masks in `ModelOutputs`.
     encoded: Mapping[MaskFormat, Sequence[NDArray[Any]]]
+    # The outputs of `detection_messages` as host arrays. None: no request needs them.
+    messages: Sequence[NDArray[Any]] | None
     # The arrays on the host are valid after this event.
     ready: StreamEvent
 
@@ -208,6 +219,21 @@ def boxes_in_sources(boxes: Tensor, scales: Tensor, limits: Tensor) -> Tensor:
     return torch.minimum((boxes * scales).clamp_(min=0), limits)
 
 
+def class_table(categories: Sequence[Category], device: torch.device) -> ClassTable:
+    """Return the table of classes for `detection_messages`."""
+    rows = [class_fields(label, category) for label, category in enumerate(categories, 1)]
+    stride = max(map(len, rows), default=0)
+    padded = bytearray().join(row.ljust(stride, b"\0") for row in rows)
+    fields = torch.frombuffer(padded, dtype=torch.uint8).reshape(len(rows), stride)
+    lengths = torch.tensor(list(map(len, rows)), dtype=torch.int64)
+    return ClassTable(fields.to(device), lengths.to(device))
+
+
+def message_overhead(classes: ClassTable) -> int:
+    """Return the maximum length of a serialised detection without the characters of its mask."""
+    return classes.fields.shape[1] + _FIELDS_LENGTH
+
+
 Array = TypeVar("Array", Tensor, NDArray[Any])
 
 
@@ -243,8 +269,8 @@ def encode_masks(masks: MaskBatch, run_capacity: int, capacity: int) -> EncodedM
 
 
 def selected_rles(
-    masks: MaskBatch, encoded: EncodedMasks[NDArray[Any]], rows: Sequence[NDArray[np.intp]]
-) -> list[list[bytes]]:
+    masks: MaskBatch, encoded: EncodedMasks[NDArray[Any]], chosen: NDArray[np.intp]
+) -> list[bytes]:
     """Return the COCO RLE `counts` of selected masks.
 
     Masks that did not fit the buffers of `encode_masks` are encoded again in larger buffers.
@@ -252,25 +278,23 @@ def selected_rles(
     Args:
         masks: Masks of the batch, on a device.
         encoded: Output of `encode_masks` for `masks`, copied to the host.
-        rows: For each image, [N] indices of its selected masks.
+        chosen: [N] indices of the selected masks in the batch: image * D + detection.
 
     Returns:
-        For each image, the `counts` of its N masks.
+        The `counts` of the N masks.
     """
-    chosen = np.concatenate([row + image * masks.boxes.shape[1] for image, row in enumerate(rows)])
     starts, lengths = encoded.spans[chosen].T
     ends = starts + lengths.clip(min=0)
     counts = _slices(encoded.text, starts, ends)
     exceeding = np.flatnonzero((lengths < 0) | (ends > len(encoded.text)))
     if len(exceeding):
-        repeated = _encode_exactly(masks, chosen[exceeding])
+        repeated = encode_exactly(masks, chosen[exceeding])
         for index, own in zip(exceeding.tolist(), repeated, strict=True):
             counts[index] = own
-    remaining = iter(counts)
-    return [list(islice(remaining, len(row))) for row in rows]
+    return counts
 
 
-def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp]) -> list[bytes]:
+def encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp]) -> list[bytes]:
     """Encode masks of any number of RLE runs, and return their COCO `counts`.
 
     `chosen` are flat indices of masks in the batch: image * D + detection.

@@ -12,8 +12,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,9 +25,11 @@ from ...model.bundle.manifest import Manifest
 from ...model.device_images import apply_orientation, decode_jpegs, resize_pixels, tensor_from_bytes
 from ...model.image_limits import ImageError
 from ...model.masks import Rle
+from ...plugins.detection_messages import DetectionBatch, detection_messages
 from ...plugins.resize_pad import resize_pad
 from ..backends.base import DeviceBackend
-from ..detections import Detections, MaskFormat
+from ..detections import Detections, MaskFormat, TimedResponse, Timing
+from ..messages import encode_detections, response_with_detections
 from .base import MODEL_STEP, BatchEntry, ImageRequest, Outcome, PlannedImage, Step
 from .device_batches import (
     LONGEST_PAUSE_S,
@@ -38,9 +41,12 @@ from .device_batches import (
     ReadBatch,
     StreamEvent,
     boxes_in_sources,
+    class_table,
     copy_to_device,
     copy_to_host,
+    encode_exactly,
     encode_masks,
+    message_overhead,
     scales_and_limits,
     selected_rles,
     timing_of,
@@ -98,6 +104,7 @@ class DeviceSteps:
         self._manifest = manifest
         self._run_capacity = run_capacity
         self._device = torch.device(backend.device)
+        self._classes = class_table(manifest.categories, self._device)
         # torch.cuda or torch.cpu. The streams of torch.cpu do nothing.
         self._module = torch.get_device_module(self._device)
         # High priority: the short kernels must not wait for the model's long ones.
@@ -140,10 +147,12 @@ class DeviceSteps:
             padded = self._padded(batch.requests, pixels)
             host_sizes = np.array([[i.size for i in images], [i.source_size for i in images]])
             floats = scales_and_limits(*host_sizes)
-            # Pairs of float32 are stored as one int64, so that one copy transfers all four tables.
-            table = np.concatenate([host_sizes, floats.view(np.int64)])
-            on_device = copy_to_device(table, self._device)
-            scales, limits = on_device[2:].view(torch.float32)[:, :, None]
+            selections = _selections(batch.requests)
+            # Pairs of float32 are stored as one int64, and float64 likewise, so that one copy
+            # transfers all five tables.
+            tables = [host_sizes, floats.view(np.int64), selections.view(np.int64)[None]]
+            on_device = copy_to_device(np.concatenate(tables), self._device)
+            scales, limits = on_device[2:4].view(torch.float32)[:, :, None]
             entries = [
                 own if isinstance(own, ImageError) else request
                 for request, own in zip(batch.requests, pixels, strict=True)
@@ -156,6 +165,7 @@ class DeviceSteps:
                 on_device[1],
                 scales,
                 limits,
+                on_device[4].view(torch.float64),
                 begin,
                 StreamEvent(self._device),
             )
@@ -209,77 +219,94 @@ class DeviceSteps:
             masks = MaskBatch(
                 outputs.masks, boxes, prepared.source_sizes, self._manifest.mask_paste
             )
-            requests = (e for e in prepared.entries if isinstance(e, ImageRequest))
+            detections = (outputs.num_detections, boxes, outputs.scores, outputs.labels)
+            requests = [e for e in prepared.entries if isinstance(e, ImageRequest)]
             wanted = {request.options.mask_format for request in requests}
+            messages = None
             encoded: dict[MaskFormat, Sequence[Tensor]] = {}
             if MaskFormat.RLE in wanted:
                 capacity = _text_capacity(prepared.entries, outputs.scores.shape[1])
-                encoded[MaskFormat.RLE] = encode_masks(masks, self._run_capacity, capacity)
+                rles = encode_masks(masks, self._run_capacity, capacity)
+                if any(map(_takes_message, requests)):
+                    selected = DetectionBatch(
+                        *detections, *rles, prepared.source_sizes, prepared.selections
+                    )
+                    capacity += message_overhead(self._classes) * outputs.labels.numel()
+                    messages = detection_messages(selected, self._classes, capacity)
+                if not all(map(_takes_message, requests)):
+                    encoded[MaskFormat.RLE] = rles
             if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
-            detections = (outputs.num_detections, boxes, outputs.scores, outputs.labels)
             return PastedBatch(
                 batch,
                 masks,
                 copy_to_host(detections),
                 {mask_format: copy_to_host(own) for mask_format, own in encoded.items()},
+                None if messages is None else copy_to_host(messages),
                 StreamEvent(self._device),
             )
 
-    def _encode(self, batch: PastedBatch) -> list[Outcome]:
+    def _encode(self, batch: PastedBatch) -> list[Outcome | TimedResponse[bytes]]:
         with self._waiting:  # one batch at a time, because each poll takes the GIL
             batch.ready.wait(self._longest_pause_s)
         start = time.perf_counter()
         entries = batch.inferred.prepared.entries
-        kept = [_kept_rows(batch, row, entry) for row, entry in enumerate(entries)]
-        rles = self._rles(batch, kept)
-        outcomes: list[Outcome] = [
-            entry
-            if isinstance(entry, ImageError)
-            else self._detections(batch, row, entry, kept[row], rles[row])
+        results: list[Any] = [
+            entry if isinstance(entry, ImageError) else _response(batch, row, entry)
             for row, entry in enumerate(entries)
         ]
+        rest = {
+            row: entry
+            for row, (entry, result) in enumerate(zip(entries, results, strict=True))
+            if result is None and isinstance(entry, ImageRequest)
+        }
+        for row, detections in zip(rest, self._detections(batch, rest), strict=True):
+            results[row] = detections
         timing = timing_of(batch, time.perf_counter() - start)
+        return [_with_timing(result, timing) for result in results]
+
+    def _detections(
+        self, batch: PastedBatch, requests: Mapping[int, ImageRequest]
+    ) -> list[Detections]:
+        """Return the detections of some images of a batch, whose requests are given by row."""
+        kept = {row: _kept_rows(batch, row, request) for row, request in requests.items()}
+        depth = batch.masks.boxes.shape[1]
+        chosen = [
+            kept[row] + row * depth
+            for row, request in requests.items()
+            if request.options.mask_format is MaskFormat.RLE
+        ]
+        rles = iter(self._rles(batch, np.concatenate(chosen)) if chosen else ())
         return [
-            outcome
-            if isinstance(outcome, ImageError)
-            else dataclasses.replace(outcome, timing=timing)
-            for outcome in outcomes
+            self._image_detections(batch, row, request, kept[row], rles)
+            for row, request in requests.items()
         ]
 
-    def _rles(self, batch: PastedBatch, kept: Sequence[NDArray[np.intp]]) -> list[list[bytes]]:
-        """Return the COCO RLE `counts` of each image's kept masks.
-
-        The list of an image is empty if its request does not ask for RLE masks.
-        """
-        entries = batch.inferred.prepared.entries
-        if MaskFormat.RLE not in batch.encoded:
-            return [[] for _ in entries]
-        selected = [
-            rows if _wants_rles(entry) else rows[:0]
-            for rows, entry in zip(kept, entries, strict=True)
-        ]
+    def _rles(self, batch: PastedBatch, chosen: NDArray[np.intp]) -> list[bytes]:
+        """Return the COCO RLE `counts` of masks. `chosen`: indices image * D + detection."""
         # Masks that exceed the buffers are encoded again, in a stream of their own: the stream for
         # pasting already waits for the model of the next batch.
         with self._module.stream(self._repeating):
-            return selected_rles(
-                batch.masks, EncodedMasks(*batch.encoded[MaskFormat.RLE]), selected
-            )
+            if MaskFormat.RLE not in batch.encoded:
+                return encode_exactly(batch.masks, chosen)
+            encoded = EncodedMasks(*batch.encoded[MaskFormat.RLE])
+            return selected_rles(batch.masks, encoded, chosen)
 
-    def _detections(
+    def _image_detections(
         self,
         batch: PastedBatch,
         row: int,
         request: ImageRequest,
         kept: NDArray[np.intp],
-        counts: Sequence[bytes],
+        counts: Iterator[bytes],
     ) -> Detections:
-        image, options = request
+        """Return an image's detections. Take the `counts` of its kept masks from the iterator."""
+        image, options, _ = request
         _, boxes, scores, labels = (array[row] for array in batch.detections)
         rles = probabilities = None
         if options.mask_format is MaskFormat.RLE:
             height, width = image.source_size
-            rles = [Rle(height, width, own) for own in counts]
+            rles = [Rle(height, width, own) for own in islice(counts, len(kept))]
         elif options.mask_format is not MaskFormat.NONE:
             probabilities = batch.encoded[MaskFormat.PROBABILITIES][0][row][kept]
         return detections_from_rows(
@@ -294,22 +321,53 @@ class DeviceSteps:
         )
 
 
-def _kept_rows(batch: PastedBatch, row: int, entry: BatchEntry) -> NDArray[np.intp]:
-    """Return the indices of the detections to keep in image `row`. Empty for an invalid image."""
-    if isinstance(entry, ImageError):
-        return np.zeros(0, np.intp)
+def _takes_message(request: ImageRequest) -> bool:
+    """Return whether the device can serialise the response to a request."""
+    return request.encoder is encode_detections and request.options.mask_format is MaskFormat.RLE
+
+
+def _selections(requests: Sequence[ImageRequest]) -> NDArray[np.float64]:
+    """Return the field `selections` of a batch's `DetectionBatch`, on the host."""
+    options = [request.options for request in requests]
+    return np.array(
+        [
+            [math.inf if own.max_detections is None else own.max_detections, own.score_threshold]
+            for own in options
+        ]
+    )
+
+
+def _response(batch: PastedBatch, row: int, request: ImageRequest) -> bytes | None:
+    """Return the response to a request that the device has serialised. None: it has not."""
+    if batch.messages is None or not _takes_message(request):
+        return None
+    data, spans = batch.messages
+    start, length = spans[row].tolist()
+    if not 0 <= length <= len(data) - start:
+        return None  # a mask exceeds the encoder's buffers, or a class is unknown
+    return response_with_detections(*request.image.source_size, data[start : start + length].data)
+
+
+def _with_timing(
+    result: ImageError | bytes | Detections, timing: Timing
+) -> ImageError | TimedResponse[bytes] | Detections:
+    if isinstance(result, ImageError):
+        return result
+    if isinstance(result, bytes):
+        return TimedResponse(result, timing)
+    return dataclasses.replace(result, timing=timing)
+
+
+def _kept_rows(batch: PastedBatch, row: int, request: ImageRequest) -> NDArray[np.intp]:
+    """Return the indices of the detections to keep in image `row`."""
     count, _, scores, _ = (array[row] for array in batch.detections)
-    return kept_rows(scores[: int(count)], entry.options)
+    return kept_rows(scores[: int(count)], request.options)
 
 
 def _text_capacity(entries: Sequence[BatchEntry], depth: int) -> int:
     """Return the size in RLE characters of a batch's text buffer, for `depth` masks per image."""
     widths = (e.image.source_size[1] for e in entries if isinstance(e, ImageRequest))
     return depth * sum(max(_MIN_CHARACTERS, _CHARACTERS_PER_COLUMN * width) for width in widths)
-
-
-def _wants_rles(entry: BatchEntry) -> bool:
-    return isinstance(entry, ImageRequest) and entry.options.mask_format is MaskFormat.RLE
 
 
 def file_for_device(image: PlannedImage) -> bytes | memoryview | None:

@@ -17,7 +17,6 @@ from ..detections import DetectionOptions, Detections, ResponseEncoder, TimedRes
 from .base import (
     MODEL_STEP,
     BatchEntry,
-    DeviceRequest,
     EngineInfo,
     EngineItem,
     EngineResult,
@@ -151,9 +150,9 @@ class HostProcessor:
         """
         if self.engine.is_end_to_end:
             item = self.prepare(source)
-            assert isinstance(item, DeviceRequest)
+            assert isinstance(item, ImageRequest)
             # A GPU decodes plain JPEGs in its own memory.
-            on_gpu = self.engine.device == "cuda" and item.request.image.header.is_plain_jpeg
+            on_gpu = self.engine.device == "cuda" and item.image.header.is_plain_jpeg
             return item, 0 if on_gpu else self._memory_for(source)
         memory = self._memory_for(source)
         return (None, memory) if memory > small else (self.prepare(source), 0)
@@ -176,7 +175,7 @@ class HostProcessor:
         image = plan_image(source, preprocessing, buckets, max_pixels=self.max_pixels)
         if not self.engine.is_end_to_end:
             return prepare_image(image)
-        return DeviceRequest(ImageRequest(image, self.options), self.encoder)
+        return ImageRequest(image, self.options, self.encoder)
 
     def respond(self, result: EngineResult, item: EngineItem) -> TimedResponse[Any]:
         """Convert the engine's result for an image to the encoded response.
@@ -197,7 +196,7 @@ class HostProcessor:
             raise result
         if isinstance(result, TimedResponse):
             return result
-        assert not isinstance(item, DeviceRequest)
+        assert not isinstance(item, ImageRequest)
         found = detections_from_outputs(result, 0, item, self.manifest, self.options)
         return TimedResponse(self.encoder(found), Timing())
 

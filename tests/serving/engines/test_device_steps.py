@@ -19,10 +19,14 @@ from maskrcnn_trt.serving.detections import (
     DetectionOptions,
     Detections,
     MaskFormat,
+    TimedResponse,
+    not_encoded,
 )
-from maskrcnn_trt.serving.engines.base import ImageRequest, Outcome, SourceImage
+from maskrcnn_trt.serving.engines.base import ImageRequest, Outcome, SourceImage, StepChain
+from maskrcnn_trt.serving.engines.bundle_engine import DeviceEngine
 from maskrcnn_trt.serving.engines.device_steps import DeviceSteps
 from maskrcnn_trt.serving.engines.host_steps import HostSteps, plan_image
+from maskrcnn_trt.serving.messages import encode_detections
 from maskrcnn_trt.serving.offline import batch_steps, detect_many, run_in_batches
 
 LANDSCAPE, PORTRAIT = (120, 200), (200, 120)
@@ -214,6 +218,43 @@ def test_options_of_each_image_in_a_batch(backend: TorchBackend, manifest: Manif
         assert own.rles == other.rles
         assert (own.mask_probabilities is None) == (other.mask_probabilities is None)
         assert (own.polygons is None) == (other.polygons is None)
+
+
+@pytest.mark.parametrize(
+    ("run_capacity", "serialised"),
+    [(1 << 14, [True, True, True, False]), (3, [False, True, False, False])],
+)
+def test_device_serialises_responses_whose_masks_fit(
+    run_capacity: int, serialised: list[bool], backend: TorchBackend, manifest: Manifest
+) -> None:
+    option_sets = [
+        DEFAULT_OPTIONS,
+        DetectionOptions(score_threshold=1),
+        DetectionOptions(score_threshold=0.25, max_detections=2),
+        DetectionOptions(mask_format=MaskFormat.POLYGON),
+    ]
+    images = planned(
+        [smooth(n, LANDSCAPE, "PNG") for n in range(4)], backend, manifest, DEFAULT_OPTIONS
+    )
+    requests = [
+        ImageRequest(request.image, options, encode_detections)
+        for request, options in zip(images, option_sets, strict=True)
+    ]
+    steps = DeviceSteps(backend, manifest, run_capacity=run_capacity)
+    results = StepChain(steps)(requests)
+    assert [isinstance(result, TimedResponse) for result in results] == serialised
+    expected = StepChain(steps)([request._replace(encoder=not_encoded) for request in requests])
+    # The other requests of a batch do not change the response to a request.
+    mixed = [requests[0]._replace(encoder=not_encoded), *requests[1:]]
+    for batch in (requests, mixed):
+        responses = DeviceEngine(backend, steps).compute(batch)
+        for request, response, detections in zip(batch, responses, expected, strict=True):
+            assert isinstance(response, TimedResponse)
+            assert response.timing.batch_size == 4
+            own = response.value
+            if request.encoder is not_encoded:
+                own = encode_detections(own)
+            assert own == encode_detections(detections)
 
 
 def test_pixels_need_no_decoding(backend: TorchBackend, manifest: Manifest) -> None:
