@@ -1,8 +1,9 @@
-"""Types of the batches that GPU steps exchange, and helpers for CUDA events, copies and masks."""
+"""Types of the batches that GPU steps exchange, and helpers for events, copies and messages."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -11,23 +12,17 @@ from torch import Tensor
 
 from ...model.bundle.manifest import Category
 from ...model.bundle.spec import ShapeBucket
+from ...model.device_masks import MaskBatch
 from ...model.image_limits import ImageError
-from ...model.masks import MaskPaste
-from ...plugins.compress_runs import compress_runs
 from ...plugins.detection_messages import ClassTable
-from ...plugins.paste_rle import paste_rle
 from ..backends.base import ModelOutputs
 from ..detections import MaskFormat, Timing
-from ..messages import class_fields
+from ..messages import class_fields, encode_detections, response_with_detections
 from .base import BatchEntry, ImageRequest, aligned_layout
 
 # Pauses between polls of an event, in seconds: the first pause, and the default of the longest one.
 FIRST_PAUSE_S: Final = 1e-4
 LONGEST_PAUSE_S: Final = 5e-4
-
-# Maximum number of RLE runs to encode at once when masks that exceeded the buffers are encoded
-# again. These runs take 64 MiB on the device, and their text one to two bytes per run.
-_REPEATED_RUNS: Final = 1 << 24
 
 # Maximum number of bytes of a detection in a message, without the fields that depend on its class
 # and without the characters of its mask: 27 for score and box, and 6 for each of five lengths and
@@ -111,18 +106,6 @@ class InferredBatch(NamedTuple):
     # prepared and the model has computed the previous batch.
     begin: StreamEvent
     ready: StreamEvent
-
-
-class MaskBatch(NamedTuple):
-    """Masks of a batch of B images with D detections each, before pasting."""
-
-    # [B, D, M, M] float32.
-    probabilities: Tensor
-    # [B, D, 4] float32 xyxy in pixels of the source images.
-    boxes: Tensor
-    # [B, 2] int64, height and width of the source images.
-    source_sizes: Tensor
-    paste: MaskPaste
 
 
 class PastedBatch(NamedTuple):
@@ -234,99 +217,28 @@ def message_overhead(classes: ClassTable) -> int:
     return classes.fields.shape[1] + _FIELDS_LENGTH
 
 
-Array = TypeVar("Array", Tensor, NDArray[Any])
+def takes_message(request: ImageRequest) -> bool:
+    """Return whether the device can serialise the response to a request."""
+    return request.encoder is encode_detections and request.options.mask_format is MaskFormat.RLE
 
 
-class EncodedMasks(NamedTuple, Generic[Array]):
-    """COCO RLE `counts` of a batch's masks: tensors on a device, or arrays on the host."""
-
-    # [capacity] uint8: the characters of all masks.
-    text: Array
-    # [B * D, 2] int64: start and length of each mask's characters in `text`. The length is -1 if
-    # the mask exceeds the buffer for runs. Characters beyond the capacity are missing in `text`,
-    # but counted in the lengths.
-    spans: Array
-
-
-def encode_masks(masks: MaskBatch, run_capacity: int, capacity: int) -> EncodedMasks[Tensor]:
-    """Paste masks into their source images and encode them as COCO RLE.
-
-    Args:
-        masks: Masks on any device.
-        run_capacity: Buffer size in RLE runs per mask.
-        capacity: Buffer size in RLE characters of all masks together.
-
-    Returns:
-        The encoded masks. Some masks can exceed a buffer; `selected_rles` encodes them again.
-    """
-    depth = masks.boxes.shape[1]
-    sizes = masks.source_sizes.repeat_interleave(
-        depth, dim=0, output_size=depth * len(masks.source_sizes)
+def selections_of(requests: Sequence[ImageRequest]) -> NDArray[np.float64]:
+    """Return the field `selections` of a batch's `DetectionBatch`, on the host."""
+    options = [request.options for request in requests]
+    return np.array(
+        [
+            [math.inf if own.max_detections is None else own.max_detections, own.score_threshold]
+            for own in options
+        ]
     )
-    pasted = masks.probabilities.flatten(0, 1), masks.boxes.flatten(0, 1), sizes
-    runs = paste_rle(*pasted, run_capacity, paste=masks.paste)
-    return EncodedMasks(*compress_runs(*runs, capacity))
 
 
-def selected_rles(
-    masks: MaskBatch, encoded: EncodedMasks[NDArray[Any]], chosen: NDArray[np.intp]
-) -> list[bytes]:
-    """Return the COCO RLE `counts` of selected masks.
-
-    Masks that did not fit the buffers of `encode_masks` are encoded again in larger buffers.
-
-    Args:
-        masks: Masks of the batch, on a device.
-        encoded: Output of `encode_masks` for `masks`, copied to the host.
-        chosen: [N] indices of the selected masks in the batch: image * D + detection.
-
-    Returns:
-        The `counts` of the N masks.
-    """
-    starts, lengths = encoded.spans[chosen].T
-    ends = starts + lengths.clip(min=0)
-    counts = _slices(encoded.text, starts, ends)
-    exceeding = np.flatnonzero((lengths < 0) | (ends > len(encoded.text)))
-    if len(exceeding):
-        repeated = encode_exactly(masks, chosen[exceeding])
-        for index, own in zip(exceeding.tolist(), repeated, strict=True):
-            counts[index] = own
-    return counts
-
-
-def encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp]) -> list[bytes]:
-    """Encode masks of any number of RLE runs, and return their COCO `counts`.
-
-    `chosen` are flat indices of masks in the batch: image * D + detection.
-    """
-    # Few transfers between host and device: each waits for all earlier work in the stream, which
-    # also encodes masks of other batches again.
-    index = torch.from_numpy(chosen).to(masks.boxes.device)
-    probabilities = masks.probabilities.flatten(0, 1)[index]
-    boxes = masks.boxes.flatten(0, 1)[index]
-    sizes = masks.source_sizes[index // masks.boxes.shape[1]]
-    _, num_runs = paste_rle(probabilities, boxes, sizes, 0, paste=masks.paste)
-    run_capacity = int(num_runs.max())
-    # Encode `size` masks at a time, to limit the memory. The buffer has room for `run_capacity`
-    # runs of every mask, but a few noisy masks can have a hundred times as many runs as the others.
-    size = max(1, _REPEATED_RUNS // run_capacity)
-    counts: list[bytes] = []
-    for start in range(0, len(chosen), size):
-        part = slice(start, start + size)
-        runs = paste_rle(
-            probabilities[part], boxes[part], sizes[part], run_capacity, paste=masks.paste
-        )
-        _, spans = compress_runs(*runs, 0)
-        text, spans = compress_runs(*runs, int(spans[:, 1].sum()))
-        # The last transfer waits for the stream, so the batch's tensors may be freed afterwards.
-        starts, lengths = spans.cpu().numpy().T
-        counts += _slices(text.cpu().numpy(), starts, starts + lengths)
-    return counts
-
-
-def _slices(
-    text: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]
-) -> list[bytes]:
-    """Return the bytes of `text` from each of `starts` to the corresponding one of `ends`."""
-    data = text.data
-    return [bytes(data[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+def device_response(batch: PastedBatch, row: int, request: ImageRequest) -> bytes | None:
+    """Return the response to a request that the device has serialised. None: it has not."""
+    if batch.messages is None or not takes_message(request):
+        return None
+    data, spans = batch.messages
+    start, length = spans[row].tolist()
+    if not 0 <= length <= len(data) - start:
+        return None  # a mask exceeds the encoder's buffers, or a class is unknown
+    return response_with_detections(*request.image.source_size, data[start : start + length].data)

@@ -23,19 +23,25 @@ from torch import Tensor
 
 from ...model.bundle.manifest import Manifest
 from ...model.device_images import apply_orientation, decode_jpegs, resize_pixels, tensor_from_bytes
+from ...model.device_masks import (
+    RUN_CAPACITY,
+    EncodedMasks,
+    MaskBatch,
+    encode_exactly,
+    encode_masks,
+    selected_rles,
+    text_capacity,
+)
 from ...model.image_limits import ImageError
 from ...model.masks import Rle
 from ...plugins.detection_messages import DetectionBatch, detection_messages
 from ...plugins.resize_pad import resize_pad
 from ..backends.base import DeviceBackend
 from ..detections import Detections, MaskFormat, TimedResponse, Timing
-from ..messages import encode_detections, response_with_detections
-from .base import MODEL_STEP, BatchEntry, ImageRequest, Outcome, PlannedImage, Step
+from .base import MODEL_STEP, ImageRequest, Outcome, PlannedImage, Step
 from .device_batches import (
     LONGEST_PAUSE_S,
-    EncodedMasks,
     InferredBatch,
-    MaskBatch,
     PastedBatch,
     PreparedBatch,
     ReadBatch,
@@ -44,30 +50,17 @@ from .device_batches import (
     class_table,
     copy_to_device,
     copy_to_host,
-    encode_exactly,
-    encode_masks,
+    device_response,
     message_overhead,
     scales_and_limits,
-    selected_rles,
+    selections_of,
+    takes_message,
     timing_of,
 )
 from .host_steps import resized_pixels
 from .postprocessing import detections_from_rows, kept_rows
 
 _log = logging.getLogger(__name__)
-
-# The next three constants set the sizes of the mask encoder's two buffers: one for RLE runs, and
-# one for the RLE characters of all masks. Masks that exceed a buffer are encoded again. For 100
-# masks in an image 1000 pixels wide, the buffers take 7 MB on the device, and 0.4 MB of pinned host
-# memory.
-
-# RLE runs per mask. A convex object has two runs per image column, so one 8192 pixels wide fits.
-_RUN_CAPACITY: Final = 1 << 14
-# RLE characters per mask and image column, on average over the masks. A convex object has less than
-# two characters per column.
-_CHARACTERS_PER_COLUMN: Final = 2
-# Minimum number of RLE characters per mask, for noisy masks in small images.
-_MIN_CHARACTERS: Final = 1 << 12
 
 # Largest image in pixels that the device decodes. A batch of larger images would need gigabytes of
 # GPU memory.
@@ -86,7 +79,7 @@ class DeviceSteps:
         backend: DeviceBackend[Tensor],
         manifest: Manifest,
         *,
-        run_capacity: int = _RUN_CAPACITY,
+        run_capacity: int = RUN_CAPACITY,
         longest_pause_s: float = LONGEST_PAUSE_S,
     ) -> None:
         """Create the steps and their CUDA streams.
@@ -147,7 +140,7 @@ class DeviceSteps:
             padded = self._padded(batch.requests, pixels)
             host_sizes = np.array([[i.size for i in images], [i.source_size for i in images]])
             floats = scales_and_limits(*host_sizes)
-            selections = _selections(batch.requests)
+            selections = selections_of(batch.requests)
             # Pairs of float32 are stored as one int64, and float64 likewise, so that one copy
             # transfers all five tables.
             tables = [host_sizes, floats.view(np.int64), selections.view(np.int64)[None]]
@@ -225,15 +218,15 @@ class DeviceSteps:
             messages = None
             encoded: dict[MaskFormat, Sequence[Tensor]] = {}
             if MaskFormat.RLE in wanted:
-                capacity = _text_capacity(prepared.entries, outputs.scores.shape[1])
+                widths = (request.image.source_size[1] for request in requests)
+                capacity = text_capacity(widths, boxes.shape[1])
                 rles = encode_masks(masks, self._run_capacity, capacity)
-                if any(map(_takes_message, requests)):
+                if any(map(takes_message, requests)):
                     selected = DetectionBatch(
                         *detections, *rles, prepared.source_sizes, prepared.selections
                     )
-                    capacity += message_overhead(self._classes) * outputs.labels.numel()
-                    messages = detection_messages(selected, self._classes, capacity)
-                if not all(map(_takes_message, requests)):
+                    messages = self._messages(selected)
+                if not all(map(takes_message, requests)):
                     encoded[MaskFormat.RLE] = rles
             if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
@@ -246,13 +239,18 @@ class DeviceSteps:
                 StreamEvent(self._device),
             )
 
+    def _messages(self, batch: DetectionBatch) -> tuple[Tensor, Tensor]:
+        """Serialise detections into a buffer that holds all of them."""
+        capacity = len(batch.text) + message_overhead(self._classes) * batch.labels.numel()
+        return detection_messages(batch, self._classes, capacity)
+
     def _encode(self, batch: PastedBatch) -> list[Outcome | TimedResponse[bytes]]:
         with self._waiting:  # one batch at a time, because each poll takes the GIL
             batch.ready.wait(self._longest_pause_s)
         start = time.perf_counter()
         entries = batch.inferred.prepared.entries
         results: list[Any] = [
-            entry if isinstance(entry, ImageError) else _response(batch, row, entry)
+            entry if isinstance(entry, ImageError) else device_response(batch, row, entry)
             for row, entry in enumerate(entries)
         ]
         rest = {
@@ -321,33 +319,6 @@ class DeviceSteps:
         )
 
 
-def _takes_message(request: ImageRequest) -> bool:
-    """Return whether the device can serialise the response to a request."""
-    return request.encoder is encode_detections and request.options.mask_format is MaskFormat.RLE
-
-
-def _selections(requests: Sequence[ImageRequest]) -> NDArray[np.float64]:
-    """Return the field `selections` of a batch's `DetectionBatch`, on the host."""
-    options = [request.options for request in requests]
-    return np.array(
-        [
-            [math.inf if own.max_detections is None else own.max_detections, own.score_threshold]
-            for own in options
-        ]
-    )
-
-
-def _response(batch: PastedBatch, row: int, request: ImageRequest) -> bytes | None:
-    """Return the response to a request that the device has serialised. None: it has not."""
-    if batch.messages is None or not _takes_message(request):
-        return None
-    data, spans = batch.messages
-    start, length = spans[row].tolist()
-    if not 0 <= length <= len(data) - start:
-        return None  # a mask exceeds the encoder's buffers, or a class is unknown
-    return response_with_detections(*request.image.source_size, data[start : start + length].data)
-
-
 def _with_timing(
     result: ImageError | bytes | Detections, timing: Timing
 ) -> ImageError | TimedResponse[bytes] | Detections:
@@ -362,12 +333,6 @@ def _kept_rows(batch: PastedBatch, row: int, request: ImageRequest) -> NDArray[n
     """Return the indices of the detections to keep in image `row`."""
     count, _, scores, _ = (array[row] for array in batch.detections)
     return kept_rows(scores[: int(count)], request.options)
-
-
-def _text_capacity(entries: Sequence[BatchEntry], depth: int) -> int:
-    """Return the size in RLE characters of a batch's text buffer, for `depth` masks per image."""
-    widths = (e.image.source_size[1] for e in entries if isinstance(e, ImageRequest))
-    return depth * sum(max(_MIN_CHARACTERS, _CHARACTERS_PER_COLUMN * width) for width in widths)
 
 
 def file_for_device(image: PlannedImage) -> bytes | memoryview | None:
