@@ -167,10 +167,10 @@ class Batcher(Generic[Item, Result]):
         if not self.is_up:
             raise _down_error()
         result: asyncio.Future[BatchResult[Result]] = asyncio.get_running_loop().create_future()
-        pending = _PendingItem[Item, Result](item, scheduling.model, result)
+        pending = _PendingItem(item, scheduling.model, result)
         ticket = self._schedule.add(pending, item.bucket, scheduling, time.monotonic())
-        # If no worker is free, the end of a batch wakes `run`.
-        if self._least_busy():
+        # Otherwise, the end of a batch wakes `run`, or the time at which the oldest item is due.
+        if self._schedule.may_start(item.bucket) and self._least_busy():
             self._changed.set()
         try:
             return await result
@@ -213,7 +213,9 @@ class Batcher(Generic[Item, Result]):
                 return worker, batch
             due = None if is_busy else self._schedule.due()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), None if due is None else due - now)
+                # Unlike `asyncio.wait_for`, this starts no task in Python 3.11.
+                async with asyncio.timeout(None if due is None else due - now):
+                    await self._changed.wait()
 
     def _least_busy(self) -> _WorkerState[Item, Result] | None:
         """Return the worker with the fewest in-flight batches. None: no worker accepts a batch.

@@ -103,6 +103,14 @@ class Schedule(Generic[T]):
         insort(self._queues[bucket], ticket, key=lambda other: other.service_tag)
         return ticket
 
+    def may_start(self, bucket: ShapeBucket) -> bool:
+        """Return whether the latest item of `bucket` is its only one, or may start a batch.
+
+        For any other item, neither the next batch nor the result of `due` changes.
+        """
+        waiting = len(self._queues[bucket])
+        return waiting == 1 or self._policy.size_of(waiting, overdue=False) > 0
+
     def discard(self, ticket: Ticket[T]) -> None:
         """Remove a ticket if it is still queued."""
         queue = self._queues[ticket.bucket]
