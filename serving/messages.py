@@ -140,9 +140,15 @@ def class_fields(label: int, category: Category) -> bytes:
 
 
 def response_with_detections(height: int, width: int, detections: bytes | memoryview) -> bytes:
-    """Return the output of `encode_detections` from the serialised field `detections`.
+    """Build a response from detections that are already serialised.
 
-    `height` and `width` are the size of the source image in pixels.
+    Args:
+        height: Height of the source image in pixels.
+        width: Width of the source image in pixels.
+        detections: The serialised field `detections` of the `DetectResponse`.
+
+    Returns:
+        The same bytes as `encode_detections` returns for these detections.
     """
     return b"".join((pb.DetectResponse(height=height, width=width).SerializeToString(), detections))
 

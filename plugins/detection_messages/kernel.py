@@ -15,9 +15,9 @@ def detection_messages_launch(
 ) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `DETECTION_MESSAGES`.
 
-    Inputs and outputs are the tensors of the operation, in its order. The table of spans has one
-    more row, and must be zero before the launch. The last row receives the total length of the
-    messages, then 0.
+    Inputs and outputs are the tensors of the operation, in its order. The second output, start and
+    length of each image's bytes, has one more row here, and must be zero before the launch. The
+    last row receives the total length of the messages in its first column.
 
     Args:
         images: Number of images.

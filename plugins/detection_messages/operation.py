@@ -64,9 +64,10 @@ def detection_messages(
 
     Returns:
         messages [capacity] uint8, undefined after the last image; and [B, 2] int64, start and
-        length of each image's bytes. If they end beyond the capacity, they are missing, but the
-        length is correct. An image has no bytes if a selected detection has no characters in
-        `text`, or a class that is not in the table: the length is then -1, and the start undefined.
+        length of each image's bytes. Two kinds of images have no bytes. The bytes of an image would
+        end beyond the capacity: start and length are those that they would have. Or a selected
+        detection has no characters in `text`, or a class that is not in the table: the length is
+        -1, and the start undefined.
 
     Raises:
         ValueError: on a GPU, an argument has another dtype or shape than documented.

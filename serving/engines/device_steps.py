@@ -266,7 +266,10 @@ class DeviceSteps:
     def _detections(
         self, batch: PastedBatch, requests: Mapping[int, ImageRequest]
     ) -> list[Detections]:
-        """Return the detections of some images of a batch, whose requests are given by row."""
+        """Return the detections of some images of a batch.
+
+        `requests` maps the row of each of these images in the batch to the image's request.
+        """
         kept = {row: _kept_rows(batch, row, request) for row, request in requests.items()}
         depth = batch.masks.boxes.shape[1]
         chosen = [

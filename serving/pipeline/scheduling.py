@@ -104,9 +104,9 @@ class Schedule(Generic[T]):
         return ticket
 
     def may_start(self, bucket: ShapeBucket) -> bool:
-        """Return whether the latest item of `bucket` is its only one, or may start a batch.
+        """Return whether the latest item of `bucket` can change when the next batch starts.
 
-        For any other item, neither the next batch nor the result of `due` changes.
+        It can if it completes a batch, or if it is the only item: its batch starts when it is due.
         """
         waiting = len(self._queues[bucket])
         return waiting == 1 or self._policy.size_of(waiting, overdue=False) > 0
