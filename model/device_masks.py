@@ -12,7 +12,7 @@ from ..plugins.compress_runs import compress_runs
 from ..plugins.paste_rle import paste_rle
 from .masks import MaskPaste
 
-# The next three constants set the sizes of the mask encoder's two buffers: one for RLE runs, and
+# The next four constants set the sizes of the mask encoder's two buffers: one for RLE runs, and
 # one for the RLE characters of all masks. Masks that exceed a buffer are encoded again. For 100
 # masks in an image 1000 pixels wide, the buffers take 7 MB on the device, and 0.4 MB of pinned host
 # memory.
@@ -24,6 +24,8 @@ RUN_CAPACITY: Final = 1 << 14
 _CHARACTERS_PER_COLUMN: Final = 2
 # Minimum number of RLE characters per mask, for noisy masks in small images.
 _MIN_CHARACTERS: Final = 1 << 12
+# Maximum number of RLE characters per batch. Images can have millions of columns.
+_MAX_CHARACTERS: Final = 1 << 27
 
 # Maximum number of RLE runs to encode at once when masks that exceeded the buffers are encoded
 # again. These runs take 64 MiB on the device, and their text one to two bytes per run.
@@ -49,7 +51,8 @@ def text_capacity(widths: Iterable[int], depth: int) -> int:
         widths: Width in pixels of each source image.
         depth: Number of masks per image.
     """
-    return depth * sum(max(_MIN_CHARACTERS, _CHARACTERS_PER_COLUMN * width) for width in widths)
+    columns = (max(_MIN_CHARACTERS, _CHARACTERS_PER_COLUMN * width) for width in widths)
+    return min(_MAX_CHARACTERS, depth * sum(columns))
 
 
 Array = TypeVar("Array", Tensor, NDArray[Any])
@@ -106,13 +109,13 @@ def selected_rles(
     counts = _slices(encoded.text, starts, ends)
     exceeding = np.flatnonzero((lengths < 0) | (ends > len(encoded.text)))
     if len(exceeding):
-        repeated = encode_exactly(masks, chosen[exceeding])
+        repeated = _encode_exactly(masks, chosen[exceeding])
         for index, own in zip(exceeding.tolist(), repeated, strict=True):
             counts[index] = own
     return counts
 
 
-def encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp]) -> list[bytes]:
+def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp]) -> list[bytes]:
     """Encode masks of any number of RLE runs, and return their COCO `counts`.
 
     `chosen` are flat indices of masks in the batch: image * D + detection.

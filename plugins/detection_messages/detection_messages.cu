@@ -53,17 +53,17 @@ struct Writer {
     }
 };
 
-struct Image {
+struct ImageDetections {
     const float* scores;
     const float* boxes;
     const long long* labels;
     const long long* spans;
     float score_threshold;
-    int kept, height, width, classes, text_capacity;
+    int limit, height, width, classes, text_capacity;
     const long long* class_lengths;
 
-    __device__ bool is_kept(int detection) const {
-        return detection < kept && scores[detection] > score_threshold;
+    __device__ bool is_selected(int detection) const {
+        return detection < limit && scores[detection] > score_threshold;
     }
 
     __device__ long long class_row(int detection) const { return labels[detection] - 1; }
@@ -131,13 +131,13 @@ detection_messages(const long long* __restrict__ counts, const float* __restrict
     __shared__ long long sources[THREADS], ends[THREADS];
     __shared__ int lengths[THREADS];
     const long long row = blockIdx.x, start_of_image = row * depth;
-    const double most = fmin(selections[2 * row], static_cast<double>(counts[row]));
-    const Image image{scores + start_of_image,
+    const double limit = fmin(selections[2 * row], static_cast<double>(counts[row]));
+    const ImageDetections image{scores + start_of_image,
                       boxes + CORNERS * start_of_image,
                       labels + start_of_image,
                       text_spans + 2 * start_of_image,
                       static_cast<float>(selections[2 * row + 1]),
-                      static_cast<int>(most),
+                      static_cast<int>(limit),
                       static_cast<int>(sizes[2 * row]),
                       static_cast<int>(sizes[2 * row + 1]),
                       classes,
@@ -150,7 +150,7 @@ detection_messages(const long long* __restrict__ counts, const float* __restrict
 
     int own = 0, incomplete = 0, length = 0;
     for (int detection = threadIdx.x; detection < depth; detection += THREADS) {
-        if (!image.is_kept(detection)) continue;
+        if (!image.is_selected(detection)) continue;
         if (image.is_complete(detection)) {
             own += field_length(image.detection_length(detection));
         } else {
@@ -173,11 +173,11 @@ detection_messages(const long long* __restrict__ counts, const float* __restrict
     int written = 0;
     for (int start = 0; start < depth; start += THREADS) {
         const int detection = start + threadIdx.x;
-        const bool is_kept = detection < depth && image.is_kept(detection);
-        const int size = is_kept ? field_length(image.detection_length(detection)) : 0;
+        const bool is_selected = detection < depth && image.is_selected(detection);
+        const int size = is_selected ? field_length(image.detection_length(detection)) : 0;
         const long long place = first + sum_before<WARPS>(size, written);
-        lengths[threadIdx.x] = is_kept ? image.characters(detection) : 0;
-        if (is_kept) {
+        lengths[threadIdx.x] = is_selected ? image.characters(detection) : 0;
+        if (is_selected) {
             image.write(Writer{messages + place}, detection,
                         class_fields + image.class_row(detection) * class_stride);
             sources[threadIdx.x] = image.spans[2 * detection];

@@ -64,10 +64,10 @@ def detection_messages(
 
     Returns:
         messages [capacity] uint8, undefined after the last image; and [B, 2] int64, start and
-        length of each image's bytes. Two kinds of images have no bytes. The bytes of an image would
-        end beyond the capacity: start and length are those that they would have. Or a selected
-        detection has no characters in `text`, or a class that is not in the table: the length is
-        -1, and the start undefined.
+        length of each image's bytes. If an image's bytes would end beyond the capacity, they are
+        undefined; start and length are those that they would have. If a selected detection has no
+        characters in `text`, or a class that is not in the table, the length is -1, and the start
+        undefined.
 
     Raises:
         ValueError: on a GPU, an argument has another dtype or shape than documented.
@@ -102,15 +102,15 @@ def _on_host(batch: DetectionBatch, classes: ClassTable, capacity: int) -> tuple
         spans.append((len(written), -1 if message is None else len(message)))
         written += message or b""
     messages = batch.text.new_empty(capacity)
-    kept = torch.tensor(list(written[:capacity]), dtype=torch.uint8)
-    messages[: len(kept)] = kept
+    fitting = torch.tensor(list(written[:capacity]), dtype=torch.uint8)
+    messages[: len(fitting)] = fitting
     return messages, torch.tensor(spans, dtype=torch.int64).reshape(-1, 2)
 
 
 def _image_message(batch: DetectionBatch, classes: ClassTable, image: int) -> bytes | None:
     """Serialise the detections of one image. None: a mask or a class is missing."""
-    most, threshold = batch.selections[image].tolist()
-    count = int(min(float(batch.counts[image]), most))
+    limit, threshold = batch.selections[image].tolist()
+    count = int(min(float(batch.counts[image]), limit))
     (selected,) = torch.nonzero(batch.scores[image, :count] > threshold, as_tuple=True)
     size_fields = b"".join(map(_varint_field, (1, 2), batch.sizes[image].tolist()))
     spans = batch.text_spans.reshape(*batch.scores.shape, 2)[image]

@@ -1,4 +1,5 @@
-// Warps, which are 32 neighbouring threads of a block: combinations and prefix sums of their values.
+// Combinations of the values of a warp (32 neighbouring threads of a block), and prefix sums over a
+// block, which consists of warps.
 #pragma once
 
 constexpr int WARP = 32;

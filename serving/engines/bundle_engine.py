@@ -106,8 +106,8 @@ class DeviceEngine:
 
         Args:
             backend: Loaded backend. Closing the engine closes it.
-            steps: Processing steps of a batch, from image files to detections. Their step for the
-                model must run on `backend`.
+            steps: Processing steps of a batch, from image files to detections or responses. Their
+                step for the model must run on `backend`.
         """
         self._backend = backend
         self._compute = StepChain(steps)

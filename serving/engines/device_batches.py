@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...model.bundle.manifest import Category
 from ...model.bundle.spec import ShapeBucket
-from ...model.device_masks import MaskBatch
+from ...model.device_masks import EncodedMasks, MaskBatch
 from ...model.image_limits import ImageError
 from ...plugins.detection_messages import ClassTable
 from ..backends.base import ModelOutputs
@@ -109,15 +109,17 @@ class InferredBatch(NamedTuple):
 
 
 class PastedBatch(NamedTuple):
-    """Batch after mask encoding: detections and encoded masks, copied to the host."""
+    """Batch after mask encoding: detections, masks and messages, copied to the host."""
 
     inferred: InferredBatch
     masks: MaskBatch
     # Fields of `ModelOutputs` except the masks, as host arrays. Boxes are in pixels of the source
     # images.
     detections: Sequence[NDArray[Any]]
-    # Host arrays by mask format. RLE: the fields of `EncodedMasks`. PROBABILITIES: one array, the
-    # masks in `ModelOutputs`.
+    # RLE masks on the device. None: no request needs them.
+    rles: EncodedMasks[Tensor] | None
+    # Host arrays by mask format, if requests need more than messages. RLE: the fields of
+    # `EncodedMasks`. PROBABILITIES: one array, the masks in `ModelOutputs`.
     encoded: Mapping[MaskFormat, Sequence[NDArray[Any]]]
     # The outputs of `detection_messages` as host arrays. None: no request needs them.
     messages: Sequence[NDArray[Any]] | None
@@ -217,8 +219,8 @@ def message_overhead(classes: ClassTable) -> int:
     return classes.fields.shape[1] + _FIELDS_LENGTH
 
 
-def takes_message(request: ImageRequest) -> bool:
-    """Return whether the device can serialise the response to a request."""
+def is_serialised_on_device(request: ImageRequest) -> bool:
+    """Return whether the device serialises the response to a request, if all masks fit."""
     return request.encoder is encode_detections and request.options.mask_format is MaskFormat.RLE
 
 
@@ -229,13 +231,14 @@ def selections_of(requests: Sequence[ImageRequest]) -> NDArray[np.float64]:
         [
             [math.inf if own.max_detections is None else own.max_detections, own.score_threshold]
             for own in options
-        ]
+        ],
+        np.float64,
     )
 
 
 def device_response(batch: PastedBatch, row: int, request: ImageRequest) -> bytes | None:
     """Return the response to a request that the device has serialised. None: it has not."""
-    if batch.messages is None or not takes_message(request):
+    if batch.messages is None or not is_serialised_on_device(request):
         return None
     data, spans = batch.messages
     start, length = spans[row].tolist()

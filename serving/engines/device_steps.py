@@ -1,4 +1,4 @@
-"""Processing of batches on the GPU: image files in, encoded masks out.
+"""Processing of batches on the GPU: image files in, detections or serialised responses out.
 
 Preparation of the input, the model and mask encoding each have a CUDA stream, so that these steps
 of successive batches overlap. Masks that exceed the encoder's buffers are encoded again in one more
@@ -27,7 +27,6 @@ from ...model.device_masks import (
     RUN_CAPACITY,
     EncodedMasks,
     MaskBatch,
-    encode_exactly,
     encode_masks,
     selected_rles,
     text_capacity,
@@ -51,10 +50,10 @@ from .device_batches import (
     copy_to_device,
     copy_to_host,
     device_response,
+    is_serialised_on_device,
     message_overhead,
     scales_and_limits,
     selections_of,
-    takes_message,
     timing_of,
 )
 from .host_steps import resized_pixels
@@ -68,7 +67,11 @@ _MAX_DEVICE_PIXELS: Final = 1 << 24
 
 
 class DeviceSteps:
-    """Steps that decode images, compute the model and encode masks on the backend's device."""
+    """Steps that decode images, compute the model and encode masks on the backend's device.
+
+    The device also serialises the responses to requests with the encoder `encode_detections`, if
+    their masks are RLE and fit the buffers. The last step returns these as `TimedResponse`s.
+    """
 
     # Two more than `DeviceEngine.saturating_batches`, so that full batches are ready as soon as the
     # model is free, even if other threads of the process run at that time.
@@ -114,7 +117,7 @@ class DeviceSteps:
             Step("prepare", self._prepare, 1),
             Step(MODEL_STEP, self._infer, 1, continues_section=True),
             Step("paste", self._paste, 1, continues_section=True),
-            Step("select", self._encode, self.concurrency),
+            Step("select", self._select, self.concurrency),
         )
 
     def synchronize(self) -> None:
@@ -215,18 +218,19 @@ class DeviceSteps:
             detections = (outputs.num_detections, boxes, outputs.scores, outputs.labels)
             requests = [e for e in prepared.entries if isinstance(e, ImageRequest)]
             wanted = {request.options.mask_format for request in requests}
-            messages = None
+            rles = messages = None
             encoded: dict[MaskFormat, Sequence[Tensor]] = {}
-            if MaskFormat.RLE in wanted:
+            with_rles = [r for r in requests if r.options.mask_format is MaskFormat.RLE]
+            if with_rles:
                 widths = (request.image.source_size[1] for request in requests)
                 capacity = text_capacity(widths, boxes.shape[1])
                 rles = encode_masks(masks, self._run_capacity, capacity)
-                if any(map(takes_message, requests)):
+                if any(map(is_serialised_on_device, with_rles)):
                     selected = DetectionBatch(
                         *detections, *rles, prepared.source_sizes, prepared.selections
                     )
-                    messages = self._messages(selected)
-                if not all(map(takes_message, requests)):
+                    messages = self._serialised(selected)
+                if not all(map(is_serialised_on_device, with_rles)):
                     encoded[MaskFormat.RLE] = rles
             if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
@@ -234,17 +238,18 @@ class DeviceSteps:
                 batch,
                 masks,
                 copy_to_host(detections),
+                rles,
                 {mask_format: copy_to_host(own) for mask_format, own in encoded.items()},
                 None if messages is None else copy_to_host(messages),
                 StreamEvent(self._device),
             )
 
-    def _messages(self, batch: DetectionBatch) -> tuple[Tensor, Tensor]:
+    def _serialised(self, batch: DetectionBatch) -> tuple[Tensor, Tensor]:
         """Serialise detections into a buffer that holds all of them."""
         capacity = len(batch.text) + message_overhead(self._classes) * batch.labels.numel()
         return detection_messages(batch, self._classes, capacity)
 
-    def _encode(self, batch: PastedBatch) -> list[Outcome | TimedResponse[bytes]]:
+    def _select(self, batch: PastedBatch) -> list[Outcome | TimedResponse[bytes]]:
         with self._waiting:  # one batch at a time, because each poll takes the GIL
             batch.ready.wait(self._longest_pause_s)
         start = time.perf_counter()
@@ -288,10 +293,11 @@ class DeviceSteps:
         # Masks that exceed the buffers are encoded again, in a stream of their own: the stream for
         # pasting already waits for the model of the next batch.
         with self._module.stream(self._repeating):
-            if MaskFormat.RLE not in batch.encoded:
-                return encode_exactly(batch.masks, chosen)
-            encoded = EncodedMasks(*batch.encoded[MaskFormat.RLE])
-            return selected_rles(batch.masks, encoded, chosen)
+            encoded = batch.encoded.get(MaskFormat.RLE)
+            if encoded is None:  # only messages were copied, but not all masks fit into the buffers
+                assert batch.rles is not None
+                encoded = [tensor.cpu().numpy() for tensor in batch.rles]
+            return selected_rles(batch.masks, EncodedMasks(*encoded), chosen)
 
     def _image_detections(
         self,

@@ -170,7 +170,7 @@ class Batcher(Generic[Item, Result]):
         pending = _PendingItem(item, scheduling.model, result)
         ticket = self._schedule.add(pending, item.bucket, scheduling, time.monotonic())
         # Otherwise, the end of a batch wakes `run`, or the time at which the oldest item is due.
-        if self._schedule.may_start(item.bucket) and self._least_busy():
+        if self._schedule.affects_next_start(item.bucket) and self._least_busy():
             self._changed.set()
         try:
             return await result

@@ -103,7 +103,7 @@ class Schedule(Generic[T]):
         insort(self._queues[bucket], ticket, key=lambda other: other.service_tag)
         return ticket
 
-    def may_start(self, bucket: ShapeBucket) -> bool:
+    def affects_next_start(self, bucket: ShapeBucket) -> bool:
         """Return whether the latest item of `bucket` can change when the next batch starts.
 
         It can if it completes a batch, or if it is the only item: its batch starts when it is due.

@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from maskrcnn_trt.model import device_masks
-from maskrcnn_trt.model.device_masks import EncodedMasks, MaskBatch, encode_masks, selected_rles
+from maskrcnn_trt.model.device_masks import (
+    EncodedMasks,
+    MaskBatch,
+    encode_masks,
+    selected_rles,
+    text_capacity,
+)
 from maskrcnn_trt.model.masks import rles_from_probabilities
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -38,7 +44,7 @@ def test_rles_equal_those_of_the_cpu_at_any_capacity(
     on_device = encode_masks(masks, run_capacity, capacity)
     on_host = EncodedMasks(*(tensor.cpu().numpy() for tensor in on_device))
     if (run_capacity, capacity) == (4000, 80_000):  # larger than necessary
-        monkeypatch.delattr(device_masks, "encode_exactly")
+        monkeypatch.delattr(device_masks, "_encode_exactly")
     chosen = np.array(rows, np.intp)
     both = selected_rles(masks, on_host, np.concatenate([chosen, chosen[::-1] + 5]))
     found = both[: len(rows)], both[len(rows) :]
@@ -51,6 +57,11 @@ def test_rles_equal_those_of_the_cpu_at_any_capacity(
         )
         counts = found[image][::-1] if image else found[image]
         assert counts == [rle.counts for rle in expected]
+
+
+def test_capacity_of_images_with_millions_of_columns_is_limited() -> None:
+    assert text_capacity([640, 3000], depth=100) == 100 * (4096 + 6000)
+    assert text_capacity([8_000_000] * 8, depth=1000) == text_capacity([8_000_000], depth=100)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,7 +2,15 @@ import numpy as np
 import pytest
 import torch
 
-from maskrcnn_trt.serving.engines.device_batches import boxes_in_sources, scales_and_limits
+from maskrcnn_trt.model.bundle.spec import ShapeBucket
+from maskrcnn_trt.model.image_decoding import ImageHeader
+from maskrcnn_trt.serving.detections import DetectionOptions
+from maskrcnn_trt.serving.engines.base import ImageRequest, PlannedImage
+from maskrcnn_trt.serving.engines.device_batches import (
+    boxes_in_sources,
+    scales_and_limits,
+    selections_of,
+)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -18,3 +26,17 @@ def test_boxes_are_scaled_and_clipped(device: str) -> None:
         edges = np.array([source_width, source_height] * 2, np.float32)
         ratios = edges / np.array([width, height] * 2, np.float32)
         np.testing.assert_array_equal(source, np.clip(own * ratios, 0, edges))
+
+
+def test_selections_are_floats() -> None:
+    """The GPU reads them as float64."""
+    image = PlannedImage(b"", ImageHeader((8, 8), 1, False), ShapeBucket(8, 8), (8, 8))
+    options = [
+        DetectionOptions(score_threshold=0, max_detections=5),
+        DetectionOptions(score_threshold=1, max_detections=2**64),
+        DetectionOptions(),
+    ]
+    for count in (1, 2, 3):
+        selections = selections_of([ImageRequest(image, own) for own in options[:count]])
+        assert selections.dtype == np.float64
+    assert selections.tolist() == [[5, 0], [2**64, 1], [np.inf, 0]]

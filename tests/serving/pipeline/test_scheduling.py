@@ -119,6 +119,15 @@ def test_size_of_batches(
     assert BatchPolicy(8, 1.0, preferred).size_of(waiting, overdue=overdue) == size
 
 
+def test_images_that_complete_no_batch_do_not_affect_the_next_start() -> None:
+    schedule = schedule_of(max_batch=5, preferred=(3,))
+    changes = []
+    for bucket in (WIDE, WIDE, WIDE, TALL, WIDE, TALL, WIDE):
+        add(schedule, "a", bucket=bucket)
+        changes.append(schedule.affects_next_start(bucket))
+    assert changes == [True, False, True, True, True, False, True]
+
+
 def test_a_batch_waits_until_its_oldest_image_is_due() -> None:
     schedule = schedule_of(max_batch=4, max_delay_s=0.5)
     assert schedule.due() is None
