@@ -9,6 +9,8 @@ from ..masks import MaskPaste
 # Strides of the pyramid levels in input pixels. RoI features are pooled from all levels but the
 # last.
 PYRAMID_STRIDES = (4, 8, 16, 32, 64)
+# Maximum boxes per set of NMS on a GPU: `MAX_BOXES` of `plugins/nms_keep`, which imports torch.
+_MAX_NMS_BOXES = 16384
 
 
 class FrozenConfig(BaseModel):
@@ -95,9 +97,9 @@ class RpnConfig(FrozenConfig):
     """Settings of the region proposal network."""
 
     sampling: RpnSamplingConfig = RpnSamplingConfig()
-    pre_nms_top_n_train: int = Field(2000, ge=1)
+    pre_nms_top_n_train: int = Field(2000, ge=1, le=_MAX_NMS_BOXES)
     """Highest-scoring anchors per level that enter NMS in training."""
-    pre_nms_top_n_test: int = Field(1000, ge=1)
+    pre_nms_top_n_test: int = Field(1000, ge=1, le=_MAX_NMS_BOXES)
     """Highest-scoring anchors per level that enter NMS in inference."""
     post_nms_top_n_train: int = Field(2000, ge=1)
     """Maximum number of proposals per image in training."""
@@ -149,7 +151,7 @@ class RoiConfig(FrozenConfig):
     """Detections with a score at or below this threshold are dropped."""
     nms_iou: float = Field(0.5, gt=0, le=1)
     """IoU above which detections of one class are suppressed."""
-    nms_candidates: int = Field(2000, ge=1, le=16384)
+    nms_candidates: int = Field(2000, ge=1, le=_MAX_NMS_BOXES)
     """Highest-scoring detections per image, over all classes, that enter NMS."""
     max_detections: int = Field(100, ge=1)
     """Maximum number of detections per image."""

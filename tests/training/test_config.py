@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 from tiny_run import LoadTiny
 
+from maskrcnn_trt.plugins.nms_keep.kernel import MAX_BOXES
 from maskrcnn_trt.training.config import ConfigError, load_config
 from maskrcnn_trt.training.schedule import learning_rate
 from maskrcnn_trt.training.solver_config import SolverConfig
@@ -63,6 +64,9 @@ REFUSED = {
     "model.backbone.name=vgg16": "allowed: resnet10 | resnet18 | resnet50 | resnet101",
     "model.backbone.fpn_channels=48": "allowed: whole number, >= 32, multiple of 32",
     "model.backbone.frozen_stages=6": "allowed: whole number, >= 0, <= 5",
+    f"model.rpn.pre_nms_top_n_train={MAX_BOXES + 1}": "model.rpn.pre_nms_top_n_train is 16385; "
+    "allowed: whole number, >= 1, <= 16384",
+    f"model.rpn.pre_nms_top_n_test={MAX_BOXES + 1}": "allowed: whole number, >= 1, <= 16384",
     "model.pixel_mean=[1]": "model.pixel_mean.1 is missing; allowed for model.pixel_mean: list",
     "data.max_size=32": "data: max_size 32 is below min_size 64",
     "data.buckets=[[64, 100]]": "are not multiples of 32",
