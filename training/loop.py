@@ -229,9 +229,9 @@ class TrainingLoop:
     def _evaluation_was_missed(self) -> bool:
         """Whether the checkpoint to resume from has no metrics, but should have been evaluated."""
         trainer, config = self._trainer, self._config
-        if not trainer.iteration or self._metrics:
-            return False
-        if self._validation is None or config.evaluation.skip_eval:
+        # With `skip_eval`, a checkpoint never has metrics. The evaluation is then repeated, because
+        # it may have been killed before it wrote all detections.
+        if not trainer.iteration or self._metrics or self._validation is None:
             return False
         return self._evaluation_is_due(trainer.iteration >= config.solver.max_iterations)
 

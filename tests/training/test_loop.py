@@ -4,6 +4,7 @@ import math
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,6 +84,18 @@ def test_a_finished_run_is_evaluated_once(tiny: LoadTiny, tmp_path: Path) -> Non
     written = path.stat().st_mtime_ns
     assert run_training(config, resume=True) == path
     assert path.stat().st_mtime_ns == written
+
+
+def test_a_killed_evaluation_without_metrics_is_repeated(
+    tiny: LoadTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("solver.max_iterations=1", "evaluation={skip_eval: true}")
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "measure", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_training(config)
+    run_training(config, resume=True)
+    assert (tmp_path / "inference" / "bbox.json").exists()
 
 
 def test_images_that_vanish_leave_a_checkpoint(
