@@ -14,6 +14,7 @@ from ...serving.config import BackendName
 from ...training.config import EvaluatorName
 
 if TYPE_CHECKING:
+    from ...training.data.coco.dataset import CocoDataset
     from .measure import BundleEvaluation, ValidationSet
 
 # Options that apply only to a bundle.
@@ -155,6 +156,7 @@ def _evaluate_bundle(
     from .measure import evaluate_bundle
 
     data = _validation_set_from(source, overrides, given)
+    _check_classes_before_export(reference, data.dataset)
     precisions = (given["precision"],) if "precision" in given else ()
     bundle = bundle_for_backend(reference, given.get("backend", "auto"), precisions)
     names = ("backend", "precision", "output", "report")
@@ -168,6 +170,26 @@ def _evaluate_bundle(
     rate = {"images_per_second": evaluation.images_per_second}
     _write_json(json_path, {"bundle": str(bundle), **asdict(evaluation), **rate})
     check_expected(data.settings, evaluation.metrics)
+
+
+def _check_classes_before_export(reference: str, dataset: "CocoDataset") -> None:
+    """Check the classes of a model that must be exported, because an export takes a minute.
+
+    If `reference` is a bundle, nothing is checked: `evaluate_bundle` does it at once.
+
+    Raises:
+        ConfigError: the data set has categories that the model does not know.
+    """
+    from ...model.bundle.manifest import MANIFEST_NAME
+    from ...model.weights.downloads import is_url
+    from ...model.weights.references import checkpoint_from_reference
+    from ...model.weights.zoo import is_zoo_name
+    from ...training.data.coco.categories import with_ids_of
+
+    path = Path(reference)
+    is_file = path.is_file() and path.name != MANIFEST_NAME
+    if is_file or is_url(reference) or is_zoo_name(reference):
+        with_ids_of(dataset, checkpoint_from_reference(reference).categories)
 
 
 def _validation_set_from(
@@ -202,7 +224,7 @@ def _validation_set_from(
             "preset as DATA"
         )
     keys = {key: given[name] for name, key in _KEYS.items() if name in given}
-    return ValidationSet(split, EvaluationConfig(**keys))
+    return ValidationSet(split.load(), EvaluationConfig(**keys))
 
 
 def _validation_set_of_config(
@@ -210,7 +232,7 @@ def _validation_set_of_config(
 ) -> "ValidationSet":
     from ...training.config import ConfigError, validated_config
     from ...training.config_sources import presets
-    from ...training.data.convert.layouts import LayoutSplit
+    from ...training.data.coco.dataset import CocoDataset
     from .measure import ValidationSet
 
     if source not in presets() and not Path(source).is_file():
@@ -223,14 +245,13 @@ def _validation_set_of_config(
                 "or evaluation"
             )
     config = validated_config(source, (*overrides, *_overrides_from(given)))
-    if config.data.val is None:
+    data = config.data
+    if data.val is None:
         raise ConfigError(
             f"{source} has no validation set; set data.val.images and data.val.annotations"
         )
-    split = LayoutSplit(config.data.val.images, config.data.val.annotations)
-    return ValidationSet(
-        split, config.evaluation, config.data.on_broken, config.data.exif_orientation
-    )
+    dataset = CocoDataset(data.val, data.on_broken)
+    return ValidationSet(dataset, config.evaluation, data.on_broken, data.exif_orientation)
 
 
 def _overrides_from(given: Mapping[str, Any]) -> list[str]:

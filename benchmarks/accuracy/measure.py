@@ -20,8 +20,7 @@ from ...serving.engines.base import Outcome
 from ...serving.offline import detect_many
 from ...training.config import EvaluationConfig
 from ...training.data.coco.categories import with_ids_of
-from ...training.data.coco.dataset import DataError, ImageRecord
-from ...training.data.convert.layouts import LayoutSplit
+from ...training.data.coco.dataset import CocoDataset, DataError, ImageRecord
 from ...training.distributed import Worker
 from ...training.evaluation.detections import ImageDetections
 from ...training.evaluation.evaluator import CocoEvaluator
@@ -34,11 +33,11 @@ logger = logging.getLogger(__name__)
 class ValidationSet(NamedTuple):
     """Data set on which a bundle is evaluated, and settings of the evaluation."""
 
-    split: LayoutSplit
+    dataset: CocoDataset
     # Settings of the evaluation. Keys that matter only in training, such as early stopping, are
     # ignored.
     settings: EvaluationConfig = EvaluationConfig()
-    # Whether to skip and log unreadable images and annotations, or to raise an error.
+    # Whether to skip and log unreadable images, or to raise an error.
     on_broken: Literal["skip", "refuse"] = "skip"
     # Whether to apply an image's EXIF orientation, if its annotated size fits both orientations.
     exif_orientation: Literal["apply", "ignore"] = "apply"
@@ -93,15 +92,14 @@ def evaluate_bundle(
         BackendError: the backend does not run on this machine.
         BundleError: the bundle is damaged or lacks the precision.
         ConfigError: the data set has categories that the bundle does not know.
-        DataError: the data set is invalid, no image is valid, or one image is invalid and
-            `data.on_broken` is `refuse`.
+        DataError: no image is valid, or one image is invalid and `data.on_broken` is `refuse`.
     """
     manifest = read_manifest(bundle)
     precision = precision or served_precision(manifest, backend)
     max_batch = data.settings.images_per_batch
     worker = Worker(0, 1, torch.device("cpu"))
     with terminal_progress(worker) as progress:
-        dataset = data.split.load(data.on_broken)
+        dataset = data.dataset
         categories = with_ids_of(dataset, manifest.categories)
         evaluator = CocoEvaluator(dataset, categories, worker, data.settings.evaluator)
         engine = load_backend(bundle, manifest, precision, backend, max_batch)

@@ -84,7 +84,7 @@ def _ground_truth_from(results: Path) -> list[dict[str, Any]]:
 def test_a_bundle_has_the_metrics_of_its_checkpoint(
     tiny_checkpoint: Path, bundle: Path, data: LayoutSplit, tmp_path: Path
 ) -> None:
-    ours = evaluate_bundle(bundle, ValidationSet(data), output=tmp_path / "ours")
+    ours = evaluate_bundle(bundle, ValidationSet(data.load()), output=tmp_path / "ours")
     expected = _measure_checkpoint(tiny_checkpoint, data, tmp_path)
     assert 0.1 < expected["segm/AP"] < 0.95
     assert ours.metrics == pytest.approx(expected, abs=1e-6)
@@ -106,7 +106,7 @@ def test_torch_backend_has_nearly_the_metrics_of_the_checkpoint(
     tiny_checkpoint: Path, torch_bundle: Path, data: LayoutSplit, tmp_path: Path
 ) -> None:
     """It decodes and resizes on its device, within one level of the CPU's pixels."""
-    ours = evaluate_bundle(torch_bundle, ValidationSet(data), backend="torch")
+    ours = evaluate_bundle(torch_bundle, ValidationSet(data.load()), backend="torch")
     expected = _measure_checkpoint(tiny_checkpoint, data, tmp_path)
     assert ours.metrics == pytest.approx(expected, abs=0.05)
     assert (ours.images, ours.left_out, ours.backend) == (16, 0, "torch")
@@ -131,7 +131,7 @@ def test_invalid_images_are_skipped(
     (changed.images / "3.jpg").unlink()
     (changed.images / "3.jpg").mkdir()
     (changed.images / "5.jpg").unlink()
-    ours = evaluate_bundle(bundle, ValidationSet(changed))
+    ours = evaluate_bundle(bundle, ValidationSet(changed.load()))
     assert (ours.images, ours.left_out) == (12, 4)
     for fact in (
         "1.jpg: ",
@@ -150,12 +150,12 @@ def test_invalid_images_can_be_errors(bundle: Path, data: LayoutSplit, tmp_path:
     (changed.images / "5.jpg").write_bytes(b"no image")
     before = set(threading.enumerate())
     with pytest.raises(DataError, match=r"5\.jpg: .*data\.on_broken=skip"):
-        evaluate_bundle(bundle, ValidationSet(changed, on_broken="refuse"))
+        evaluate_bundle(bundle, ValidationSet(changed.load("refuse"), on_broken="refuse"))
     assert set(threading.enumerate()) <= before
     for path in changed.images.iterdir():
         path.write_bytes(b"no image")
     with pytest.raises(DataError, match=r"val\.json"):
-        evaluate_bundle(bundle, ValidationSet(changed))
+        evaluate_bundle(bundle, ValidationSet(changed.load()))
 
 
 def test_other_annotations(bundle: Path, data: LayoutSplit, tmp_path: Path) -> None:
@@ -164,11 +164,12 @@ def test_other_annotations(bundle: Path, data: LayoutSplit, tmp_path: Path) -> N
     content = json.loads(changed.annotations.read_text())
     changed.annotations.write_text(json.dumps({**content, "annotations": []}))
     settings = EvaluationConfig(evaluator="pycocotools")
-    assert set(evaluate_bundle(bundle, ValidationSet(changed, settings)).metrics.values()) == {-1}
+    ours = evaluate_bundle(bundle, ValidationSet(changed.load(), settings))
+    assert set(ours.metrics.values()) == {-1}
     content["categories"][1]["name"] = "bowl"
     changed.annotations.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"7.*bowl.*not a class"):
-        evaluate_bundle(bundle, ValidationSet(changed))
+        evaluate_bundle(bundle, ValidationSet(changed.load()))
 
 
 @pytest.mark.parametrize("rule", ["apply", "ignore"])
@@ -187,7 +188,7 @@ def test_images_have_the_annotated_orientation(
             exif = Image.Exif()
             exif[ExifTags.Base.Orientation] = tag
             pixels.save(rotated.images / name, exif=exif)
-    ours = evaluate_bundle(bundle, ValidationSet(rotated, exif_orientation=rule))
+    ours = evaluate_bundle(bundle, ValidationSet(rotated.load(), exif_orientation=rule))
     assert ours.left_out == 0
     key = f"data.exif_orientation={rule}"
     expected = _measure_checkpoint(tiny_checkpoint, rotated, tmp_path / "theirs", key)

@@ -12,6 +12,8 @@ from command_line import invoke
 
 from maskrcnn_trt.benchmarks.accuracy import evaluate
 from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.weights import bundle_cache
+from maskrcnn_trt.training.config import ConfigError
 from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_dataset
 from maskrcnn_trt.training.evaluation.validation import ExpectationError
 
@@ -134,6 +136,17 @@ def test_arguments_that_a_bundle_does_not_have(
     answer = _evaluate(bundle, *(word.format(folder=folder) for word in words))
     assert answer.exit_code != 0
     assert fact in answer.output + str(answer.exception)
+
+
+def test_classes_are_checked_before_an_export(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bundle_cache, "_export", lambda *_: pytest.fail("exported"))
+    draw_dataset(tmp_path / "data", SyntheticConfig(train=1, val=1, classes=("star",)))
+    answer = _evaluate(tiny_checkpoint, tmp_path / "data")
+    assert isinstance(answer.exception, ConfigError)
+    assert "'star', which is not a class of the model" in str(answer.exception)
 
 
 def test_a_checkpoint_needs_data(tiny_checkpoint: Path) -> None:
