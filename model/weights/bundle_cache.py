@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Final
 
 import click
+import yaml
 
 from ... import __version__
 from ...plugins.runtime.user_cache import cache_folder
 from ..bundle.manifest import BundleError, Precision, read_manifest, sha256_of
 from ..bundle.spec import ShapeBucket
 from ..child_process import module_command
+from ..config.strict_yaml import value_from_yaml
 from ..download.local_files import exclusive_lock
-from .downloads import CONFIG_NAME, is_url, mirror_checksums, weights_path
+from .downloads import CONFIG_NAME, base_config, is_url, mirror_checksums, weights_path
 from .zoo import is_zoo_name, zoo_model
 
 _STDERR: Final = 2  # file descriptor
@@ -57,8 +59,8 @@ def bundle_from_reference(
     elif is_url(reference) or Path(reference).is_file():
         path = weights_path(reference)
         label = f"{path.stem}-{sha256_of(path)[:12]}"
-        config = path.with_name(CONFIG_NAME)
-        if config.is_file():  # its settings affect the exported model
+        # The settings in these files affect the exported model.
+        for config in _config_files(path.with_name(CONFIG_NAME)):
             label += f"-{sha256_of(config)[:12]}"
     else:
         return Path(reference)
@@ -73,6 +75,19 @@ def bundle_from_reference(
             if not _is_bundle(bundle):
                 _export(str(reference), bundle, precisions, engines, buckets)
     return bundle
+
+
+def _config_files(path: Path) -> list[Path]:
+    """Return a configuration file of detectron2 and its base files, as far as they exist."""
+    files: list[Path] = []
+    next_file: Path | None = path
+    while next_file and next_file.is_file() and next_file.resolve() not in files:
+        files.append(next_file.resolve())
+        try:
+            next_file = base_config(next_file, value_from_yaml(next_file.read_bytes()))
+        except (OSError, UnicodeError, yaml.YAMLError):
+            break  # if the model needs the file, the export reports the error
+    return files
 
 
 def _is_bundle(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..config.overrides import values_by_key
 from ..config.strict_yaml import value_from_yaml
 from .detectron2 import IS_BGR
+from .downloads import base_config
 from .files import WeightsError
 from .origins import Settings
 
@@ -145,8 +146,8 @@ def _values_in(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(content, Mapping):
         return {}
-    base = content.get("_BASE_")
-    inherited = _values_in(path.parent / base) if isinstance(base, str) else {}
+    base = base_config(path, content)
+    inherited = _values_in(base) if base else {}
     return inherited | {key: _decoded(value) for key, value in values_by_key(content).items()}
 
 

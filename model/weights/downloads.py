@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -34,6 +35,17 @@ _RETRIES: Final = 3
 def is_url(reference: str | Path) -> bool:
     """Whether a model reference is an http(s) URL."""
     return re.match("https?://", str(reference)) is not None
+
+
+def base_config(path: Path, content: object) -> Path | None:
+    """Return the file from which a configuration of detectron2 inherits. None: there is none.
+
+    Args:
+        path: The configuration file.
+        content: Its content, parsed.
+    """
+    base = content.get("_BASE_") if isinstance(content, Mapping) else None
+    return path.parent / base if isinstance(base, str) else None
 
 
 def weights_path(reference: str | Path) -> Path:

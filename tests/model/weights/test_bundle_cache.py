@@ -26,3 +26,18 @@ def test_name_of_a_checkpoint_may_begin_with_a_dash(
     parameters = commands.export.make_context("export", arguments).params
     assert (parameters["checkpoint"], parameters["bundle"]) == ("-o.pth", bundle)
     assert parameters["precisions"] == ("fp16", "tf32")
+
+
+def test_another_base_configuration_gives_another_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    weights, base = tmp_path / "model.pth", tmp_path / "base.yaml"
+    weights.touch()
+    (tmp_path / "config.yaml").write_text("_BASE_: base.yaml")
+    bundles = set()
+    for content in ("INPUT: {MIN_SIZE_TEST: 320}", "INPUT: {MIN_SIZE_TEST: 640}", "_BASE_: ["):
+        base.write_text(content)
+        bundles.add(bundle_from_reference(weights))
+    assert len(bundles) == 3
