@@ -105,6 +105,11 @@ def inspect(
 
     if augmented is not None and grid_path is None:
         raise click.UsageError("--augmented needs -o FILE")
+    if grid_path is not None and grid_path.suffix.lower() != ".png":
+        raise click.UsageError(
+            f"-o {grid_path}: sample images are written in PNG format; give a name that ends with "
+            ".png"
+        )
     settings = None if augmented is None else validated_config(augmented).data
 
     from .report import inspect_splits
