@@ -21,7 +21,7 @@ from .box_cases import (
     nms_cases,
     top_k_cases,
 )
-from .mask_cases import compression_cases, crop_cases, paste_cases, polygon_cases, run_length_cases
+from .mask_cases import compression_cases, crop_cases, paste_cases, polygon_cases
 from .measure import KernelBaseline, KernelCase, KernelGoal, Workload, kernel_case
 
 STRIDES = (4, 8, 16, 32)
@@ -116,7 +116,6 @@ KERNEL_CASES: dict[str, Callable[[Workload], Iterator[KernelCase]]] = {
     "grid_anchors": anchor_cases,
     "mask_targets_from_crops": crop_cases,
     "mask_targets_from_polygons": polygon_cases,
-    "mask_targets_from_rle": run_length_cases,
     "paste_rle": paste_cases,
     "compress_runs": compression_cases,
     "resize_pad": resizing_cases,

@@ -14,7 +14,7 @@ from torchvision.ops import roi_align
 
 from ...model.masks import rles_from_probabilities
 from ...plugins.compress_runs import compress_runs
-from ...plugins.mask_targets import mask_targets_from_crops, mask_targets_from_rle
+from ...plugins.mask_targets import mask_targets_from_crops
 from ...plugins.paste_rle import paste_rle
 from ...plugins.polygon_mask_targets import mask_targets_from_polygons
 from ...plugins.run_lengths import coco_strings
@@ -30,7 +30,6 @@ _CORNERS = 40
 _MAX_RUNS = 4096
 _PIXEL_LIMIT = "latency of dependent loads in the one thread block of a RoI"
 _POLYGON_LIMIT = "arithmetic in double precision, one edge per thread"
-_RUN_LENGTH_LIMIT = "sums over the run lengths of a mask, in the one thread block of a RoI"
 _COMPRESSION_LIMIT = "sums over the encoded characters of a mask, in its one thread block"
 _PASTE_LIMIT = "pixels of the largest boxes, each in the one thread block of its instance"
 
@@ -73,42 +72,6 @@ def polygon_cases(workload: Workload) -> Iterator[KernelCase]:
         partial(mask_targets_from_polygons, *arguments, SIDE),
         arguments,
         KernelBaseline("pycocotools", partial(_rasterise, *on_host), on_host=True),
-    )
-
-
-def run_length_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `mask_targets_from_rle`: targets of RoIs, from RLE masks of whole images.
-
-    Each mask contains one disc.
-    """
-    count, rois, owners = _instances_and_rois(workload)
-    height, width, radius = workload.height, workload.width, workload.height / 8
-    y, x = torch.arange(height)[:, None], torch.arange(width)
-    centers = (workload.rand(count, 2) * 6 * radius).tolist()
-    runs = [_runs((x - left) ** 2 + (y - top) ** 2 < radius**2) for left, top in centers]
-    offsets = torch.tensor([0, *map(len, runs)]).cumsum(0)
-    sizes = torch.tensor([[height, width]]).expand(count, 2)
-    arguments = [
-        *(tensor.to(workload.device) for tensor in (torch.cat(runs), offsets, sizes.contiguous())),
-        rois,
-        owners,
-    ]
-    texts = [{"size": [height, width], "counts": run.tolist()} for run in runs]
-    encoded = coco_mask.frPyObjects(texts, height, width)
-    indexed = torch.cat([owners[:, None], rois], dim=1)
-
-    def averaged() -> Tensor:
-        masks = torch.from_numpy(coco_mask.decode(encoded)).to(workload.device)
-        averages: Tensor = roi_align(masks.permute(2, 0, 1)[:, None].float(), indexed, SIDE)
-        return averages
-
-    yield kernel_case(
-        "mask_targets_from_rle",
-        f"{len(rois)} of {count}x{height}x{width}",
-        _RUN_LENGTH_LIMIT,
-        partial(mask_targets_from_rle, *arguments, SIDE),
-        arguments,
-        KernelBaseline("pycocotools + torchvision", averaged, on_host=True),
     )
 
 
@@ -185,11 +148,3 @@ def _rasterise(rings: NDArray[np.float64], rois: NDArray[np.float64]) -> list[ND
     scales = SIDE / np.maximum(rois[:, 2:] - rois[:, :2], 1)
     scaled = ((rings - rois[:, None, :2]) * scales[:, None]).reshape(len(rings), -1).tolist()
     return [coco_mask.decode(coco_mask.frPyObjects([ring], SIDE, SIDE)) for ring in scaled]
-
-
-def _runs(mask: Tensor) -> Tensor:
-    """Return the uncompressed COCO run lengths of a mask [H, W]."""
-    flat = mask.T.flatten()
-    edges = flat.diff(prepend=flat.new_zeros(1)).nonzero()[:, 0]
-    bounds = [edges.new_zeros(1), edges, edges.new_tensor([flat.numel()])]
-    return torch.cat(bounds).diff().int()

@@ -1,5 +1,5 @@
-"""Mask targets: ground-truth masks resampled within RoIs, from pixels or run lengths."""
+"""`maskrcnn::mask_targets_from_crops`: ground-truth masks resampled within RoIs."""
 
-from .operation import mask_targets_from_crops, mask_targets_from_rle, rois_by_owner
+from .operation import mask_targets_from_crops
 
-__all__ = ["mask_targets_from_crops", "mask_targets_from_rle", "rois_by_owner"]
+__all__ = ["mask_targets_from_crops"]

@@ -10,6 +10,7 @@ of range or the box is not finite.
 """
 
 import warnings
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 from torch import Tensor
 
-from ..mask_targets import rois_by_owner
 from ..runtime.arguments import kernel_argument
 from ..runtime.launching import launch_kernel
 from .kernel import REACH, polygon_targets_kernel, polygon_targets_launch
@@ -52,7 +52,7 @@ def mask_targets_from_polygons(
     """
     targets = torch.zeros(len(matched), side, side)
     corners, starts = vertices.double().numpy(), ring_offsets.tolist()
-    for owner, members in rois_by_owner(boxes, matched, len(instance_offsets) - 1):
+    for owner, members in _rois_by_owner(boxes, matched, len(instance_offsets) - 1):
         first, end = instance_offsets[owner : owner + 2].tolist()
         rings = [corners[starts[ring] : starts[ring + 1]] for ring in range(first, end)]
         for member in members.tolist():
@@ -94,6 +94,21 @@ def _(
     launch = polygon_targets_launch(rois, instances)
     launch_kernel(polygon_targets_kernel(side), launch, inputs, [targets])
     return targets
+
+
+def _rois_by_owner(boxes: Tensor, matched: Tensor, instances: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the index of each instance that has RoIs, and the indices [n] of its RoIs.
+
+    RoIs are skipped if their box is not finite or their instance index is out of range.
+
+    Args:
+        boxes: [K, 4], boxes of K RoIs.
+        matched: [K] int64, instance index of each RoI.
+        instances: number of instances.
+    """
+    owned = (matched >= 0) & (matched < instances) & boxes.isfinite().all(dim=1)
+    for owner in torch.unique(matched[owned]).tolist():
+        yield owner, (owned & (matched == owner)).nonzero()[:, 0]
 
 
 def _rasterise(

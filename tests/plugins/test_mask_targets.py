@@ -1,7 +1,6 @@
-"""Mask targets from pixels and from run lengths agree, on every device."""
+"""Mask targets equal their definition, on every device."""
 
 from collections.abc import Iterable
-from itertools import groupby
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from cuda_graphs import replayed
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskrcnn_trt.plugins.mask_targets import mask_targets_from_crops, mask_targets_from_rle
+from maskrcnn_trt.plugins.mask_targets import mask_targets_from_crops
 
 # Masks [B, G, H, W], boxes [B, K, 4] and matched [B, K].
 Case = tuple[Tensor, Tensor, Tensor]
@@ -50,27 +49,6 @@ def targets_by_definition(case: Case, side: int) -> Tensor:
         if 0 <= owner < masks.shape[1] and np.isfinite(box).all():
             targets[image, roi] = averages_by_definition(masks[image, owner], box, side)
     return torch.from_numpy(targets).float()
-
-
-def runs_from_masks(masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return run lengths, offsets and sizes of masks [N, H, W]."""
-    rows = []
-    for mask in masks.numpy():
-        runs = [(value, len(list(group))) for value, group in groupby(mask.T.ravel())]
-        rows.append([0] * bool(runs and runs[0][0]) + [length for _, length in runs])
-    counts = torch.tensor([length for row in rows for length in row], dtype=torch.int32)
-    offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int64)
-    return counts, offsets, torch.tensor(masks.shape[1:]).expand(len(masks), 2).clone()
-
-
-def rle_arguments(case: Case) -> tuple[Tensor, ...]:
-    """Return the masks and RoIs of all images concatenated, with run lengths."""
-    masks, boxes, matched = case
-    batch, instances = masks.shape[:2]
-    owned = (matched >= 0) & (matched < instances)
-    numbers = torch.where(owned, matched + instances * torch.arange(batch)[:, None], matched)
-    numbers = torch.where(matched >= instances, batch * instances, numbers)
-    return *runs_from_masks(masks.flatten(0, 1)), boxes.flatten(0, 1), numbers.flatten()
 
 
 def random_case(shape: tuple[int, int, int, int], rois: int, seed: int, margin: float = 10) -> Case:
@@ -123,57 +101,20 @@ def on(device: str, tensors: Iterable[Tensor]) -> list[Tensor]:
 def test_targets_equal_the_definition(case: str, device: str) -> None:
     side = 14 if case == "far boxes" else 28
     crops = mask_targets_from_crops(*on(device, CASES[case]), side)
-    runs = mask_targets_from_rle(*on(device, rle_arguments(CASES[case])), side)
     assert crops.dtype == torch.float32
     expected = targets_by_definition(CASES[case], side)
     torch.testing.assert_close(crops.cpu(), expected, atol=3e-5, rtol=0)
-    torch.testing.assert_close(runs.cpu(), expected.flatten(0, 1), atol=3e-5, rtol=0)
-
-
-def test_runs_of_several_sizes(device: str) -> None:
-    cases = [random_case((1, 1, 10 + 7 * n, 50 - 9 * n), 3, seed=n) for n in range(4)]
-    runs = [runs_from_masks(masks[0]) for masks, _, _ in cases]
-    lengths = [len(counts) for counts, _, _ in runs]
-    arguments = (
-        torch.cat([counts for counts, _, _ in runs]),
-        torch.tensor([0, *np.cumsum(lengths)]),
-        torch.cat([sizes for _, _, sizes in runs]),
-        torch.cat([boxes[0] for _, boxes, _ in cases]),
-        torch.arange(4).repeat_interleave(3),
-    )
-    targets = mask_targets_from_rle(*on(device, arguments), 28)
-    expected = torch.cat([targets_by_definition(case, 28)[0] for case in cases])
-    torch.testing.assert_close(targets.cpu(), expected, atol=3e-5, rtol=0)
-
-
-@pytest.mark.parametrize("runs", [[], [0], [500], [100, 0, 0, 50], [0, 0, 0, 7, 0]])
-def test_runs_that_end_early_leave_background(runs: list[int], device: str) -> None:
-    mask = np.repeat(np.arange(len(runs)) % 2, runs)
-    mask = np.pad(mask, (0, 2000 - len(mask))).reshape(50, 40).T
-    expected = targets_by_definition(one_mask(torch.from_numpy(mask.copy()), BOXES), 28)[0]
-    arguments = (
-        torch.tensor(runs, dtype=torch.int32),
-        torch.tensor([0, len(runs)]),
-        torch.tensor([[40, 50]]),
-        torch.tensor(BOXES),
-        torch.zeros(len(BOXES), dtype=torch.int64),
-    )
-    targets = mask_targets_from_rle(*on(device, arguments), 28)
-    torch.testing.assert_close(targets.cpu(), expected, atol=3e-5, rtol=0)
 
 
 def test_opcheck(device: str) -> None:
     for case in ("no RoI", "crops"):
         torch.library.opcheck(mask_targets_from_crops, (*on(device, CASES[case]), 28))
-        runs = on(device, rle_arguments(CASES[case]))
-        torch.library.opcheck(mask_targets_from_rle, (*runs, 28))
 
 
 @pytest.mark.parametrize("reach", [1e9, 1e30, 3e38])
 def test_too_large_boxes_give_zeros(reach: float, device: str) -> None:
     case = one_mask(FULL, [[-reach, -reach, reach, reach], [10, 10, reach, 30], [0, -reach, 9, 9]])
     assert not mask_targets_from_crops(*on(device, case), 28).any()
-    assert not mask_targets_from_rle(*on(device, rle_arguments(case)), 28).any()
 
 
 @pytest.mark.gpu
@@ -181,9 +122,7 @@ def test_huge_boxes_on_a_gpu() -> None:
     case = one_mask(FULL, [[-1e6, -1e6, 1e6, 1e6], [-20, 10, 1e5, 20], [-3e3, 10, 1e4, 20]])
     expected = targets_by_definition(case, 28)[0]
     crops = mask_targets_from_crops(*on("cuda", case), 28)[0]
-    runs = mask_targets_from_rle(*on("cuda", rle_arguments(case)), 28)
-    for targets in (crops, runs):
-        torch.testing.assert_close(targets.cpu(), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(crops.cpu(), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.gpu
@@ -191,13 +130,6 @@ def test_captured_graph_replays_with_other_masks() -> None:
     example, inputs = (random_case((2, 5, 112, 112), 20, seed=seed) for seed in (6, 7))
     (found,) = replayed(lambda *x: [mask_targets_from_crops(*x, 28)], example, inputs)
     torch.testing.assert_close(found, targets_by_definition(inputs, 28), atol=3e-5, rtol=0)
-    # The number of runs must stay the same, so only the RoIs change.
-    runs, boxes = rle_arguments(inputs), rle_arguments(example)[3]
-    (found,) = replayed(
-        lambda *x: [mask_targets_from_rle(*x, 28)], (*runs[:3], boxes, runs[4]), runs
-    )
-    expected = targets_by_definition(inputs, 28).flatten(0, 1)
-    torch.testing.assert_close(found, expected, atol=3e-5, rtol=0)
 
 
 @pytest.mark.gpu
