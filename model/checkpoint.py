@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from .atomic_files import atomic_write
 from .bundle.manifest import Category, Preprocessing
 from .bundle.spec import ShapeBucket
+from .config.error_messages import validation_message
 from .config.schema import ModelConfig
 from .mask_rcnn import MaskRCNN
 
@@ -86,7 +88,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: the file does not exist, is unreadable or damaged, is not a checkpoint, or
-            has a checkpoint format that this version of the program does not support.
+            has a checkpoint format or a model setting that this version of the program does not
+            support.
     """
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
@@ -99,7 +102,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 f"{_FORMAT}; use the program version that wrote the checkpoint"
             )
         return Checkpoint(
-            model_config=ModelConfig.model_validate(content["model_config"]),
+            model_config=_model_config_from(content["model_config"], path),
             weights=content["model"],
             categories=tuple(Category.model_validate(c) for c in content["categories"]),
             preprocessing=Preprocessing.model_validate(content["preprocessing"]),
@@ -119,4 +122,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} is damaged or not a checkpoint of this program{reason}; give a .pth file that "
             "training wrote"
+        ) from error
+
+
+def _model_config_from(values: Any, path: Path) -> ModelConfig:
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path} has a model setting that this version does not support: "
+            f"{validation_message(error, ModelConfig)}; use the program version that wrote the "
+            "checkpoint"
         ) from error

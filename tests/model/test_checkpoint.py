@@ -83,6 +83,14 @@ def test_unusable_paths_and_versions_are_rejected(tmp_path: Path) -> None:
             load_checkpoint(path)
 
 
+def test_unsupported_settings_are_named(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    content = torch.load(tiny_checkpoint, weights_only=True)
+    content["model_config"]["rpn"]["nms_iou"] = 2
+    torch.save(content, tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match=r"rpn\.nms_iou is 2; allowed: .*program version"):
+        load_checkpoint(tmp_path / "other.pth")
+
+
 class _Malicious:
     def __init__(self, target: Path) -> None:
         self.target = target
