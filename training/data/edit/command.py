@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ....model.config.option_types import FiniteRange
+
 if TYPE_CHECKING:
     from ..convert.conversion import WrittenSplit
 
@@ -21,14 +23,14 @@ _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing fi
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False), metavar="OUT")
 @click.option(
     "--val",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=FiniteRange(0, 1, max_open=True),
     default=0.1,
     show_default=True,
     help="Share of the images for validation.",
 )
 @click.option(
     "--test",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=FiniteRange(0, 1, max_open=True),
     default=0.0,
     show_default=True,
     help="Share of the images for a test set.",
@@ -128,7 +130,7 @@ def merge(
 @click.option("--classes", metavar="NAME,...", help="Keep only these classes, with unchanged ids.")
 @click.option(
     "--min-area",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=0.0,
     help="Drop annotations with a smaller area, in square pixels.",
 )

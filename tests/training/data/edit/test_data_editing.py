@@ -180,6 +180,7 @@ def test_impossible_areas_are_those_of_the_segmentations(
 def test_filters_need_a_known_class(tmp_path: Path) -> None:
     source = write_folder(tmp_path, valid_content()).annotations
     assert "--min-area" in refusal("filter", source, tmp_path / "out.json")
+    assert "not a finite" in refusal("filter", source, tmp_path / "out.json", "--min-area", "nan")
     with pytest.raises(DataError, match="'cat' does not exist; classes: thing, square"):
         call("filter", source, tmp_path / "out.json", "--classes", "thing,cat")
     assert not (tmp_path / "out.json").exists()
