@@ -116,8 +116,12 @@ def _kind(annotation: Any) -> str:
 
 
 def _plural(annotation: Any) -> str:
+    """Describe the type of a list's elements in words, with their bounds, as in `numbers > 0`."""
     kind = _kind(annotation)
-    return f"{kind}s" if kind in (*_KINDS.values(), "mapping") else kind
+    plural = f"{kind}s" if kind in (*_KINDS.values(), "mapping") else kind
+    fields = (x for x in getattr(annotation, "__metadata__", ()) if isinstance(x, FieldInfo))
+    bounds = (_bound(rule) for field in fields for rule in field.metadata)
+    return " ".join([plural, *bounds])
 
 
 def _bound(rule: Any) -> str:

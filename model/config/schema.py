@@ -1,6 +1,6 @@
 """Model configuration. The defaults describe Mask R-CNN with ResNet-50 and a feature pyramid."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,6 +11,8 @@ from ..masks import MaskPaste
 PYRAMID_STRIDES = (4, 8, 16, 32, 64)
 # Maximum boxes per set of NMS on a GPU: `MAX_BOXES` of `plugins/nms_keep`, which imports torch.
 _MAX_NMS_BOXES = 16384
+
+_Positive = Annotated[float, Field(gt=0)]
 
 
 class FrozenConfig(BaseModel):
@@ -45,10 +47,10 @@ class BackboneConfig(FrozenConfig):
 class AnchorConfig(FrozenConfig):
     """Anchor boxes, at strides 4 to 64 of a pyramid or at stride 16 of a single map."""
 
-    sizes: tuple[float, ...] = Field((32, 64, 128, 256, 512), min_length=1)
+    sizes: tuple[_Positive, ...] = Field((32, 64, 128, 256, 512), min_length=1)
     """Square roots of the anchors' areas in pixels: one per pyramid level. With `c4` or `c5`, all
     are on the single map."""
-    aspect_ratios: tuple[float, ...] = Field((0.5, 1.0, 2.0), min_length=1)
+    aspect_ratios: tuple[_Positive, ...] = Field((0.5, 1.0, 2.0), min_length=1)
     """Height divided by width of the anchors."""
     convention: Literal["torchvision", "detectron2", "legacy"] = "torchvision"
     """Rule for rounding and centring anchors: `torchvision` rounds sides to whole pixels,
@@ -164,7 +166,7 @@ class ModelConfig(FrozenConfig):
     """Foreground classes; label 0 is the background, label 1 the first class."""
     pixel_mean: tuple[float, float, float] = (123.675, 116.28, 103.53)
     """Mean of each RGB channel in 0..255."""
-    pixel_std: tuple[float, float, float] = (58.395, 57.12, 57.375)
+    pixel_std: tuple[_Positive, _Positive, _Positive] = (58.395, 57.12, 57.375)
     """Standard deviation of each RGB channel in 0..255."""
     inclusive_boxes: bool = False
     """Boxes include the pixels of their far edges (legacy +1 width), as in maskrcnn-benchmark."""

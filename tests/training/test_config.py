@@ -67,6 +67,10 @@ REFUSED = {
     f"model.rpn.pre_nms_top_n_train={MAX_BOXES + 1}": "model.rpn.pre_nms_top_n_train is 16385; "
     "allowed: whole number, >= 1, <= 16384",
     f"model.rpn.pre_nms_top_n_test={MAX_BOXES + 1}": "allowed: whole number, >= 1, <= 16384",
+    "model.anchors.sizes=[8, 16, 32, 64, 0]": "model.anchors.sizes.4 is 0; allowed for "
+    "model.anchors.sizes: list of numbers > 0, not empty",
+    "model.anchors.aspect_ratios=[-1]": "list of numbers > 0, not empty",
+    "model.pixel_std=[0, 1, 1]": "list of 3 numbers > 0",
     "model.pixel_mean=[1]": "model.pixel_mean.1 is missing; allowed for model.pixel_mean: list",
     "data.max_size=32": "data: max_size 32 is below min_size 64",
     "data.buckets=[[64, 100]]": "are not multiples of 32",
