@@ -1,6 +1,6 @@
 """Configuration of optimiser and learning-rate schedule: section `solver`."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -36,7 +36,7 @@ class SolverConfig(FrozenConfig):
     schedule: Literal["steps", "cosine", "linear"] = "steps"
     """Learning rate after warm-up: multiplied by `gamma` at each of `steps`, or falling to 0 at the
     end of the run, along half a cosine or linearly."""
-    steps: tuple[int, ...] = (60000, 80000)
+    steps: tuple[Annotated[int, Field(ge=1)], ...] = (60000, 80000)
     """Iterations at which the learning rate is multiplied by `gamma`, with schedule `steps`."""
     gamma: float = Field(0.1, gt=0, le=1)
     """Factor by which the learning rate is multiplied at each of `steps`."""

@@ -48,6 +48,8 @@ REFUSED = {
     "solver.steps=[4, 2]": "solver: steps [4, 2] are not in strictly ascending order",
     "solver.steps=4": "solver.steps is 4; allowed: list of whole numbers",
     "solver.steps=[1, x]": "solver.steps.1 is 'x'; allowed for solver.steps: list of whole numbers",
+    "solver.steps=[0, 2]": "solver.steps.0 is 0; allowed for solver.steps: list of whole numbers "
+    ">= 1",
     "solver.accumulate=3": "solver: images_per_batch 4 is not divisible by accumulate 3",
     "solver.scale_from_batch=0": "allowed: whole number, >= 1, or null",
     "solver.epochs=0": "solver.epochs is 0; allowed: whole number, >= 1, or null",
