@@ -103,6 +103,10 @@ def inspect(
     from ....plugins.runtime.console import table_console
     from ...config import validated_config
 
+    if max_size < min_size:
+        raise click.UsageError(
+            f"--max-size {max_size} is below --min-size {min_size}; change one of the two"
+        )
     if augmented is not None and grid_path is None:
         raise click.UsageError("--augmented needs -o FILE")
     if grid_path is not None and grid_path.suffix.lower() != ".png":

@@ -201,6 +201,7 @@ def test_invalid_arguments_and_data_sets_are_errors(call: Any, tmp_path: Path) -
         code, _, error = call(*args)
         assert code == 2
         assert "give either DIR, or both --images and --annotations" in error
+    assert "is below --min-size 1400" in call(tmp_path, "--min-size", 1400)[2]
     assert "-o FILE" in call(tmp_path, "--augmented", "quick")[2]
     assert "give a name that ends with .png" in call(tmp_path, "-o", tmp_path / "samples.jpg")[2]
     code, _, error = call(tmp_path)
