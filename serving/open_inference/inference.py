@@ -57,7 +57,6 @@ async def infer(
     model: ServedModel,
     config: ServeConfig,
     *,
-    precision: str | None,
     peer: str,
     admission: AbstractAsyncContextManager[None] | None = None,
 ) -> tuple[pb.ModelInferResponse, list[Timing]]:
@@ -70,7 +69,6 @@ async def infer(
         pipeline: Pipeline that processes the images.
         model: Model to use, obtained from `pipeline.model`.
         config: Server settings.
-        precision: Precision suffix of the request's model name. None: the name has no suffix.
         peer: Client address, as `context.peer()` returns it.
         admission: Context manager that holds one admission slot per image. None: acquire the slots
             from `pipeline.admission`.
@@ -94,7 +92,7 @@ async def infer(
         max_detections=parameters.get("max_detections"),
         mask_format=mask_format_of(outputs),
     )
-    scheduling = _scheduling_options(request.model_name, parameters, precision, peer)
+    scheduling = _scheduling_options(request.model_name, parameters, model, peer)
     images = validate_input(request, config.images_per_request, config.max_pixels)
     response = pb.ModelInferResponse(
         model_name=request.model_name, model_version=model.version, id=request.id
@@ -152,7 +150,7 @@ async def _detect(
 
 
 def _scheduling_options(
-    name: str, parameters: Mapping[str, Any], precision: str | None, peer: str
+    name: str, parameters: Mapping[str, Any], model: ServedModel, peer: str
 ) -> SchedulingOptions:
     """Return the scheduling options of a request.
 
@@ -160,22 +158,18 @@ def _scheduling_options(
         name: Model name in the request.
         parameters: Parameters of the request. A priority or timeout of 0 means the server's
             default.
-        precision: Precision suffix of `name`. None: the name has no suffix.
+        model: Model that has the name `name`.
         peer: Client address, as `context.peer()` returns it.
 
     Raises:
         InvalidRequestError: a parameter is out of range, or the parameter `precision` differs from
-            the suffix.
+            the precision suffix of `name`.
     """
-    chosen = parameters.get("precision", precision)
-    if precision not in (None, chosen):
-        raise InvalidRequestError(
-            f"parameter 'precision' is {chosen!r}, but model {name!r} computes in "
-            f"{precision}; leave out the parameter, or the suffix -{precision} of the model name"
-        )
+    precision = parameters.get("precision") or model.names[name]
+    model.check_precision(name, precision)
     timeout_us = parameters.get("timeout", 0)
     return SchedulingOptions(
-        precision=chosen,
+        precision=precision,
         priority=parameters.get("priority", 0) or DEFAULT_SCHEDULING.priority,
         timeout_s=timeout_us / 1e6 if timeout_us else None,
         peer=peer,

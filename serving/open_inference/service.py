@@ -245,7 +245,7 @@ class InferenceService(GRPCInferenceServiceServicer):
             request.model_name, model.names, request.id, peer, request.ByteSize()
         )
         with recording as timings:
-            _, precision = self._find(request.model_name, request.model_version)
+            self._find(request.model_name, request.model_version)
             with model.use():
                 pipeline.rate_limits.charge(self._image_count(request))
                 inferring = infer(
@@ -253,7 +253,6 @@ class InferenceService(GRPCInferenceServiceServicer):
                     pipeline,
                     model,
                     self._config,
-                    precision=precision,
                     peer=peer,
                     admission=admission,
                 )

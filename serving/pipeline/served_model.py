@@ -157,6 +157,23 @@ class ServedModel:
                 f"precision {precision!r} is not served; choose from {', '.join(self.precisions)}"
             ) from None
 
+    def check_precision(self, name: str, precision: str | None) -> None:
+        """Check that a request's model name and its option `precision` agree.
+
+        Args:
+            name: Model name in the request. It may have a precision suffix, as in `NAME-fp16`.
+            precision: Requested precision. None: the default precision.
+
+        Raises:
+            InvalidRequestError: `name` has the suffix of another precision.
+        """
+        suffix = self.names.get(name)
+        if suffix not in (None, precision):
+            raise InvalidRequestError(
+                f"precision is {precision!r}, but model {name!r} computes in {suffix}; leave out "
+                f"precision, or the suffix -{suffix} of the model name"
+            )
+
     @property
     def states(self) -> dict[str, bool]:
         """Map each name of the model (NAME, NAME-PRECISION) to whether it can process requests."""

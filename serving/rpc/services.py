@@ -143,9 +143,9 @@ class DetectorService:
         model = pipeline.model
         name = model.manifest.model_name
         suffix = model.names.get(request.model)
-        if suffix and not request.HasField("precision"):
+        if suffix and not request.precision:
             request.precision = suffix
-        if request.HasField("precision"):
+        if request.precision:
             name = f"{name}-{request.precision}"
         source = request.image
         request.ClearField("image")  # else `ByteSize` would copy it
@@ -153,6 +153,7 @@ class DetectorService:
         recording = pipeline.telemetry.request(name, model.names, request.id, peer, size)
         with recording as timings, self.find(request.model).model.use():
             pipeline.rate_limits.charge(images=1)
+            model.check_precision(request.model, request.precision)
             options = options_from_request(request)
             scheduling = scheduling_from_request(request, peer, name)
             admission = admission or pipeline.admission.acquire(peer)

@@ -153,6 +153,7 @@ def test_model_and_samples(http: httpx.Client, picture: Encode) -> None:
         ("max_detections=99999999999", 400, "max_detections"),
         ("mask_format=png", 400, "mask_format"),
         ("precision=fp8", 400, "fp8"),
+        (f"precision=fp16&model={MODEL}-fp32", 400, "leave out precision"),
         ("priority=9", 400, "priority"),
         ("timeout_us=1", 504, "time limit"),
         ("treshold=0.5", 400, "score_threshold"),

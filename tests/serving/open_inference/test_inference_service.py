@@ -161,7 +161,7 @@ def test_precision_in_the_model_name(
 ) -> None:
     result = triton.infer(f"{MODEL}-fp32", images_of(picture()), model_version="1")
     assert_row_is(result, 0, predictor.detect(picture()))
-    with pytest.raises(InferenceServerException, match="leave out the parameter"):
+    with pytest.raises(InferenceServerException, match="leave out precision"):
         triton.infer(f"{MODEL}-fp32", images_of(picture()), parameters={"precision": "fp16"})
 
 

@@ -95,6 +95,7 @@ def test_invalid_images_are_rejected(stub: Any, picture: Encode) -> None:
     ("options", "words"),
     [
         ({"precision": "fp16"}, "choose from fp32"),
+        ({"precision": "fp16", "model": f"{MODEL}-fp32"}, "leave out precision, or the suffix"),
         ({"score_threshold": 1.5}, "score_threshold is 1.5"),
         ({"score_threshold": float("nan")}, "score_threshold is nan"),
         ({"max_detections": 0}, "max_detections is 0"),
