@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_json
@@ -35,10 +35,16 @@ _Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 _Uint64 = Annotated[int, Field(ge=0, lt=2**64)]
 
 
-class DetectQuery(BaseModel):
-    """Query parameters of `/v1/detect`, named after fields of `maskrcnn.v1.DetectRequest`."""
+class ModelQuery(BaseModel):
+    """Query parameters of `/v1/model` and `/v1/samples`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    model: Annotated[str, Field(description="Name of the model. Default: the first.")] = ""
+
+
+class DetectQuery(ModelQuery):
+    """Query parameters of `/v1/detect`, named after fields of `maskrcnn.v1.DetectRequest`."""
 
     score_threshold: Annotated[float, Field(description="Keep only higher scores; 0..1.")] = 0.0
     max_detections: Annotated[
@@ -47,7 +53,6 @@ class DetectQuery(BaseModel):
     mask_format: Annotated[
         Literal["rle", "polygon", "none"], Field(description="Format of `segmentation`.")
     ] = "rle"
-    model: Annotated[str, Field(description="Name of the model. Default: the first.")] = ""
     precision: Annotated[
         str | None, Field(description="One of the served precisions. Default: the first.")
     ] = None
@@ -57,6 +62,9 @@ class DetectQuery(BaseModel):
     timeout_us: Annotated[
         _Uint64 | None, Field(description="Time limit of the request in microseconds.")
     ] = None
+
+
+_QueryT = TypeVar("_QueryT", bound=ModelQuery)
 
 
 class DetectionRoutes:
@@ -143,7 +151,23 @@ def _is_text(name: str) -> bool:
 
 def _model_name(call: HttpCall) -> str:
     """Return the model name in the query. If the query has no name, return an empty string."""
-    return call.request.query_params.get("model", "")
+    return _parsed_query(call, ModelQuery).model
+
+
+def _parsed_query(call: HttpCall, kind: type[_QueryT]) -> _QueryT:
+    """Parse the query parameters of a request.
+
+    Raises:
+        InvalidRequestError: a parameter is unknown, or its value does not fit the parameter's type.
+    """
+    try:
+        return kind.model_validate(dict(call.request.query_params))
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)[0]
+        raise InvalidRequestError(
+            f"{'.'.join(map(str, details['loc']))}: {details['msg']}; the parameters are "
+            f"{', '.join(kind.model_fields)}"
+        ) from None
 
 
 def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
@@ -156,15 +180,7 @@ def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
         InvalidRequestError: a parameter is unknown, or its value does not fit the parameter's type.
             The service checks ranges.
     """
-    try:
-        query = DetectQuery.model_validate(dict(call.request.query_params))
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)[0]
-        raise InvalidRequestError(
-            f"{'.'.join(map(str, details['loc']))}: {details['msg']}; the parameters are "
-            f"{', '.join(DetectQuery.model_fields)}"
-        ) from None
-    fields = query.model_dump(exclude_none=True)
+    fields = _parsed_query(call, DetectQuery).model_dump(exclude_none=True)
     mask_format = _MASK_FORMATS[fields.pop("mask_format")]
     if as_png and mask_format == pb.MASK_FORMAT_POLYGON:
         mask_format = pb.MASK_FORMAT_RLE  # masks are drawn from RLE

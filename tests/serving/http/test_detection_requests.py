@@ -167,6 +167,13 @@ def test_invalid_queries_are_rejected(
     assert word in response.json()["error"]
 
 
+@pytest.mark.parametrize("path", ["model", "samples", "samples/one.png"])
+def test_unknown_parameters_are_rejected(http: httpx.Client, path: str) -> None:
+    response = http.get(f"/v1/{path}?mdel=x")
+    assert response.status_code == 400
+    assert "mdel" in response.json()["error"]
+
+
 @pytest.mark.parametrize("accept", ["application/json", "image/png"])
 def test_invalid_images_are_rejected(http: httpx.Client, picture: Encode, accept: str) -> None:
     for body in (b"", b"no image", picture()[:-100]):
