@@ -1,5 +1,6 @@
 """Resources that all models of a server share: threads, decode memory, limits per client."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -144,9 +145,10 @@ class RateLimits:
         for name, rate in self._rates.items():
             missing = min(costs[name], full[name]) - balances[name]
             if missing > 0:
+                pause_s = math.ceil(10 * missing / rate) / 10  # rounded up, as it must not be 0
                 raise RateLimitError(
                     f"the client has reached the server's {name} ({rate:g}); try again in "
-                    f"{missing / rate:.1f} s"
+                    f"{pause_s} s"
                 )
         for name, cost in costs.items():
             balances[name] -= cost

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import pytest
 from in_process_server import connected, served, status_of
 from triton_requests import MODEL, infer_request
 
@@ -33,6 +34,14 @@ def test_each_client_has_one_second_of_requests_and_images() -> None:
     now = 2.5
     assert accepted("b", 1)
     current_client.set("")
+
+
+@pytest.mark.parametrize(("rate", "pause"), [(100, "0.1 s"), (0.8, "1.3 s")])
+def test_the_pause_in_the_message_suffices(rate: float, pause: str) -> None:
+    limits = RateLimits(None, rate, clock=lambda: 0.0)
+    limits.charge(max(1, int(rate)))
+    with pytest.raises(RateLimitError, match=f"try again in {pause}"):
+        limits.charge(1)
 
 
 def test_no_limits_by_default() -> None:
