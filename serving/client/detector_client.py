@@ -30,6 +30,7 @@ from .image_requests import (
     check_concurrency,
     check_size,
     is_large,
+    is_unreachable,
     outcome_from_stream_response,
     request_from_image,
 )
@@ -187,7 +188,8 @@ class DetectorClient(Connection):
         request = request_from_image(image, options, scheduling, request_id)
         if is_large(request):
             with self._limits_lock:  # threads share one GetModel call
-                self._limits = self._limits or self.model().limits
+                if self._limits is None and not is_unreachable(self._state()):
+                    self._limits = self.model().limits
             check_size(request, self._limits, self._address)
         return request
 
@@ -341,7 +343,8 @@ class AsyncDetectorClient(Connection):
         )
         if is_large(request):
             async with self._limits_lock:  # tasks share one GetModel call
-                self._limits = self._limits or (await self.model()).limits
+                if self._limits is None and not is_unreachable(self._channel.get_state()):
+                    self._limits = (await self.model()).limits
             check_size(request, self._limits, self._address)
         return request
 

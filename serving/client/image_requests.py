@@ -31,8 +31,8 @@ ImageOutcome = Detections | ClientError | OSError
 
 TOO_LARGE_REMEDY = "send a smaller image, or start the server with a higher --max-message-mb"
 
-# gRPC's default message limit. For smaller requests the server's limit is not fetched. Few servers
-# have a lower one, and if a server is unreachable, the images wait for the fetch one by one.
+# gRPC's default message limit. For smaller requests the server's limit is not fetched, because few
+# servers have a lower one.
 _UNCHECKED_BYTES = 4 << 20
 _STATUS_FROM_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
@@ -101,12 +101,20 @@ def is_large(request: pb.DetectRequest) -> bool:
     return request.ByteSize() > _UNCHECKED_BYTES
 
 
-def check_size(request: pb.DetectRequest, limits: pb.Limits, address: str) -> None:
+def is_unreachable(state: grpc.ChannelConnectivity) -> bool:
+    """Return whether a channel in this state could not connect to the server.
+
+    If so, do not fetch the server's limits. The images would wait for the fetch one by one.
+    """
+    return state is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+
+def check_size(request: pb.DetectRequest, limits: pb.Limits | None, address: str) -> None:
     """Check that a request does not exceed the server's message limit.
 
     Args:
         request: The request.
-        limits: Limits from the server's GetModel response.
+        limits: Limits from the server's GetModel response. None: unknown, so check nothing.
         address: The server's address, for the error message.
 
     Raises:
@@ -114,7 +122,7 @@ def check_size(request: pb.DetectRequest, limits: pb.Limits, address: str) -> No
     """
     # The server would reject the request too, but only after all of it has arrived, and gRPC would
     # retry it.
-    size, limit = request.ByteSize(), limits.max_message_bytes
+    size, limit = request.ByteSize(), limits.max_message_bytes if limits else 0
     if 0 < limit < size:
         raise RefusedError(
             grpc.StatusCode.INVALID_ARGUMENT,

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from http_server import free_port
 from many_requests import Run, both_runs
 from stub_server import IMAGE, StubDetector, detect, detect_async, stub_server
 from tcp_proxy import proxied
@@ -13,7 +14,7 @@ from tcp_proxy import proxied
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
 from maskrcnn_trt.serving.detections import Detections
-from maskrcnn_trt.serving.errors import RefusedError
+from maskrcnn_trt.serving.errors import RefusedError, UnreachableError
 
 Encode = Callable[..., bytes]
 
@@ -83,6 +84,19 @@ def test_limit_is_fetched_once_and_other_images_are_sent(run: Callable[..., Run]
     refused = [o for o in result.outcomes if isinstance(o, RefusedError)]
     assert {error.code for error in refused} == {grpc.StatusCode.INVALID_ARGUMENT}
     assert [result.outcomes.index(error) for error in refused] == [1, 3, 4, 5]
+
+
+@both_runs
+def test_limit_is_not_fetched_again_from_an_unreachable_server(
+    run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetches: list[Any] = []
+    for kind in (DetectorClient, AsyncDetectorClient):
+        fetch: Any = kind.model
+        monkeypatch.setattr(kind, "model", lambda own, f=fetch: fetches.append(own) or f(own))
+    result = run(f"127.0.0.1:{free_port()}", [LARGE] * 4, concurrency=4, retries=1)
+    assert isinstance(result.error, UnreachableError)
+    assert len(fetches) == 1
 
 
 @both_runs
