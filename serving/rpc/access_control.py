@@ -220,13 +220,14 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             context: Context of the call. A ServingError in `handle` or in a check aborts the call.
             handle: Function that reads the request and computes the response.
         """
+        peer = context.peer()  # empty once gRPC has ended the call, as for a too large message
         try:
             metadata = context.invocation_metadata() or ()
-            current_client.set(self._policy.check(method, metadata, context.peer()))
+            current_client.set(self._policy.check(method, metadata, peer))
             await self._admit(method, context)
             return await handle(context)
         except ServingError as error:
-            self.record_rejection(method, context.peer(), error)
+            self.record_rejection(method, peer, error)
             await context.abort(*status_and_message(error))
 
     def record_rejection(self, method: str, peer: str, error: ServingError) -> None:

@@ -152,7 +152,11 @@ async def _read_single(
 ) -> Any:
     request = await _read_request(pending, handler.request_deserializer, context, timeout_s)
     if request is None:
-        raise InvalidRequestError("the client ended the call without sending a request")
+        # gRPC answers a too large message itself, and then reports the end of the call.
+        raise InvalidRequestError(
+            "the client ended the call without sending a request, or sent one that is larger than "
+            "the server's max_message_mb"
+        )
     return request
 
 

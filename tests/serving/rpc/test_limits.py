@@ -18,6 +18,7 @@ from in_process_server import (
     served_in_thread,
     status_of,
 )
+from server_load import wait_until
 from triton_requests import MODEL, infer_request
 
 from maskrcnn_trt.protos.inference import open_inference_pb2 as triton_pb
@@ -77,14 +78,19 @@ def test_call_without_a_message_is_rejected(address: str) -> None:
 
 @pytest.mark.parametrize("compression", [None, grpc.Compression.Gzip, grpc.Compression.Deflate])
 def test_message_size_is_limited_after_decompression(
-    address: str, picture: Encode, compression: grpc.Compression | None
+    address: str,
+    picture: Encode,
+    compression: grpc.Compression | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "maskrcnn_trt.serving")
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(address, options, compression) as channel:
         stub: Any = DetectorStub(channel)
         call = stub.Detect.future(pb.DetectRequest(image=bytes(20 << 20)))
         assert call.code() is BUSY
         assert "larger than max" in call.details()
+        wait_until(lambda: "Detect from ipv4:127.0.0.1:" in caplog.text)
         assert stub.Detect(pb.DetectRequest(image=picture())).detections
 
 
