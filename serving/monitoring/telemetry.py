@@ -58,6 +58,7 @@ class Telemetry:
             Empty list, to which the caller appends the timing of each image.
         """
         name = name if name in served else next(iter(served))
+        logged_name: str | None = name
         name_request(message_id)
         timings: list[Timing] = []
         failure: BaseException | None = None
@@ -66,7 +67,7 @@ class Telemetry:
             with self.metrics.in_progress.track_inprogress():
                 yield timings
         except ModelNotFoundError as error:
-            failure = error
+            failure, logged_name = error, None
             self.metrics.count_rejected_call(error)
             raise
         except BaseException as error:
@@ -77,7 +78,7 @@ class Telemetry:
             self.metrics.statistics[name].count_success(timings, time.monotonic() - start)
         finally:
             self._access_log.log_request(
-                None if isinstance(failure, ModelNotFoundError) else name,
+                logged_name,
                 peer,
                 failure,
                 size=size,
