@@ -34,6 +34,7 @@ from .monitoring.machine_metrics import (
 from .monitoring.metrics import TRITON_REASONS, ModelStatistics
 from .pipeline.pipeline import ModelRepository, Pipeline
 from .pipeline.served_model import ServedModel
+from .rpc.listener import bind_address
 
 _log = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True  # so that a client cannot delay the shutdown
     request_queue_size = 128  # if it is full, clients retry after a second or more
 
-    def __init__(self, family: socket.AddressFamily, address: tuple[str, int]) -> None:
+    def __init__(self, family: socket.AddressFamily, address: Any) -> None:
         self.address_family = family
         # Start time of each connection, the oldest first.
         self._started: dict[Any, float] = {}
@@ -275,8 +276,7 @@ def metrics_server(registry: CollectorRegistry, host: str, port: int) -> Iterato
         ServingError: the server cannot listen on the address.
     """
     try:
-        (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        server = _WsgiServer(family, (host, port))
+        server = _WsgiServer(*bind_address(host, port))
     except OSError as error:
         raise ServingError(
             f"cannot listen on {address_of(host, port)} for metrics ({error.strerror}); "

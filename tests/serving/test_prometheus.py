@@ -54,6 +54,16 @@ def test_start_looks_up_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
         assert httpx.get(url.replace("0.0.0.0", "127.0.0.1")).status_code == 200
 
 
+def test_host_name_with_addresses_of_both_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = (socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))
+    resolved = [(family, socket.SOCK_STREAM, 6, "", address) for family, address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: resolved)
+    with prometheus.metrics_server(CollectorRegistry(), "both.test", 0) as url:
+        monkeypatch.undo()
+        # The IPv4 address is used, as for HTTP.
+        assert httpx.get(url.replace("both.test", "127.0.0.1")).status_code == 200
+
+
 def test_metrics_of_a_model_that_is_not_loaded_yet(wide_bundle: Path) -> None:
     models = ModelRepository([ModelSource(wide_bundle)], ServeConfig(), Telemetry())
     registry = CollectorRegistry()
