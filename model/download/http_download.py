@@ -152,7 +152,8 @@ class _Download:
             with self._client() as client:
                 while not retrying(self._advance, client):
                     time.sleep(self.policy.pause)
-        except (*_TRANSIENT, httpx.TooManyRedirects, httpx.InvalidURL) as error:
+        # UnicodeError: the name of the host has an empty or too long label, as in `a..b`.
+        except (*_TRANSIENT, httpx.TooManyRedirects, httpx.InvalidURL, UnicodeError) as error:
             raise DownloadError(f"{self.url}: {_reason(error)}; {self._remedy()}") from error
         except OSError as error:
             raise DownloadError(

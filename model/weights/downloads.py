@@ -57,7 +57,7 @@ def weights_path(reference: str | Path) -> Path:
 
     Raises:
         ZooError: No published model has this name, or this program does not support the model.
-        DownloadError: The download failed, or the file has another checksum.
+        DownloadError: The URL is invalid, the download failed, or the file has another checksum.
     """
     if is_zoo_name(reference):
         model = zoo_model(str(reference))
@@ -69,7 +69,12 @@ def weights_path(reference: str | Path) -> Path:
         return path
     if is_url(reference):
         url = str(reference)
-        name = PurePosixPath(urlsplit(url).path).name
+        try:
+            name = PurePosixPath(urlsplit(url).path).name
+        except ValueError as error:
+            raise DownloadError(
+                f"{url} is not a valid URL ({error}); correct it, as in https://HOST/model.pth"
+            ) from None
         # The name may contain the first digits of the SHA-256, as in `resnet50-0676ba61.pth`.
         # Eight digits are not a checksum if they are a date, as in `model-20260131.pth`.
         digits = re.search(r"-(?!20\d\d[01]\d[0-3]\d\.)([0-9a-f]{8,64})\.", name)

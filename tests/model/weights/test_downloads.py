@@ -69,6 +69,16 @@ def test_failed_downloads_of_urls_leave_no_file(mirror: Site, path: Path) -> Non
     assert all(file.suffix == ".lock" for file in path.parent.iterdir())
 
 
+@pytest.mark.usefixtures("mirror")
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [("http://[::1/x.pth", " is not a valid URL "), ("http://a..b/x.pth", ": encoding with")],
+)
+def test_invalid_urls_are_named(url: str, reason: str) -> None:
+    with pytest.raises(DownloadError, match=re.escape(url + reason)):
+        weights_path(url)
+
+
 def test_a_date_in_a_url_is_not_a_checksum(mirror: Site) -> None:
     mirror.files["model-20260131.pkl"] = CONTENT
     assert weights_path(f"{mirror.url}/model-20260131.pkl").read_bytes() == CONTENT
