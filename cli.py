@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from io import TextIOWrapper
 from typing import NamedTuple, NoReturn
 
 import click
@@ -114,6 +115,10 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Run the command line. Exit code: 0 success, 1 failure, 2 usage error, 130 interrupted."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        # As on standard error: file names can have bytes that are not text, and class names can
+        # have characters that the encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         # If `standalone_mode` is False, click returns None after a command, and the exit code after
         # an early exit such as --help. `sys.exit` turns None into exit code 0.

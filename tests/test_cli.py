@@ -123,6 +123,11 @@ def test_bugs_keep_their_traceback(call, probe, error: Exception):
         call("probe")
 
 
+def test_names_that_are_not_text_are_printed(call, probe):
+    probe(lambda: click.echo(os.fsdecode(b"bundle\xff")))
+    assert call("probe") == (None, "bundle\\udcff\n", "")
+
+
 def test_interrupt_prints_nothing(call, probe):
     probe(raising(KeyboardInterrupt()))
     code, output, error = call("probe")
