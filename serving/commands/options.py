@@ -24,7 +24,8 @@ REPORT_OPTIONS = (
     click.option(
         "-o", "--output", type=click.Path(file_okay=False), default="detections",
         show_default=True,
-        help="Output folder. To write annotated images, it must not be a folder of input images.",
+        help="Output folder. Files of earlier runs stay, unless this run writes a file of the same "
+        "name. To write annotated images, the folder must not hold input images.",
     ),
     click.option(
         "--format", "formats", multiple=True, type=click.Choice(get_args(ReportFormat)),
