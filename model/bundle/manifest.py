@@ -301,9 +301,16 @@ def verified_path(bundle: Path, file: Artifact | CompiledProgram) -> Path:
     """Return the path of a file in a bundle (exported model) after checking its SHA-256.
 
     Raises:
-        BundleError: the file is missing, or its SHA-256 differs from the manifest's.
+        BundleError: the file is missing, its SHA-256 differs from the manifest's, or its path is
+            not UTF-8.
     """
     path = bundle / file.path
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:  # neither ONNX Runtime nor torch opens it
+        raise BundleError(
+            f"the path {path} has bytes that are not UTF-8; rename or move the bundle"
+        ) from None
     if not path.is_file():
         raise BundleError(f"{path} is missing from the bundle; export the bundle again")
     if sha256_of(path) != file.sha256:

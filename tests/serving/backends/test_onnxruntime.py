@@ -1,5 +1,6 @@
 import hashlib
 import logging
+import os
 import weakref
 from pathlib import Path
 from typing import Any, ClassVar
@@ -7,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import onnxruntime
 import pytest
+from bundle_copies import linked_copy
 from numpy.typing import NDArray
 
 from maskrcnn_trt.model.bundle.manifest import BundleError, Precision, read_manifest
@@ -223,6 +225,12 @@ def test_damaged_model_is_rejected(bundle: Path, tmp_path: Path, content: bytes)
     ]
     with pytest.raises(BundleError, match=r"\.onnx .* export the bundle again"):
         OnnxRuntimeBackend(tmp_path, manifest.model_copy(update={"artifacts": damaged}), "fp32")
+
+
+def test_path_that_is_not_utf_8_is_rejected(bundle: Path, tmp_path: Path) -> None:
+    copy = linked_copy(bundle, tmp_path / os.fsdecode(b"bundle\xff"))
+    with pytest.raises(BundleError, match=r"not UTF-8; rename or move"):
+        OnnxRuntimeBackend(copy, read_manifest(copy), "fp32")
 
 
 @pytest.mark.parametrize("entry", ["max_detections", "mask_side"])
