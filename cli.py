@@ -188,6 +188,12 @@ def _message_of_user_error(error: Exception, args: Sequence[str]) -> str | None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in _DISK_FULL:  # a write error has no file name
         return f"{error.strerror} while writing a file or the output; make space and try again"
+    if (
+        isinstance(error, UnicodeEncodeError)
+        and error.encoding == "utf-8"
+        and any(error.object in word for word in args)
+    ):
+        return f"the argument {error.object!r} has bytes that are not UTF-8; correct it"
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         module = error.name.partition(".")[0]
         extra = _extra_with_module(module)

@@ -128,6 +128,11 @@ def test_names_that_are_not_text_are_printed(call, probe):
     assert call("probe") == (None, "bundle\\udcff\n", "")
 
 
+def test_argument_that_is_not_utf_8_is_named(call):
+    error = r"Error: the argument 'host\udcff:8500' has bytes that are not UTF-8; correct it"
+    assert call("health", os.fsdecode(b"host\xff:8500")) == (1, "", f"{error}\n")
+
+
 def test_interrupt_prints_nothing(call, probe):
     probe(raising(KeyboardInterrupt()))
     code, output, error = call("probe")
