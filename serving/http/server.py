@@ -97,10 +97,13 @@ def _file_route(path: str, response: Response) -> Route:
     return Route(path, respond)
 
 
-async def _handle_http_error(_: Request, error: Exception) -> Response:
+async def _handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         error.detail = "no such path; /openapi.json lists all paths"
+    elif error.status_code == 405:
+        methods = (error.headers or {}).get("Allow")
+        error.detail = f"this path has no method {request.method}; use {methods}"
     return http_error_response(error)
 
 
