@@ -286,7 +286,10 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
         """Return the status of a service or model."""
         response = self._response_for(request)
         if response.status == health_pb.HealthCheckResponse.SERVICE_UNKNOWN:
-            message = f"unknown service {request.service!r}"
+            message = (
+                f"unknown service {request.service!r}; give the name of a gRPC service or of a "
+                f"served model, {LIVENESS!r}, or no name"
+            )
             await context.abort(grpc.StatusCode.NOT_FOUND, truncate_message(message))
         return response
 

@@ -29,7 +29,7 @@ def test_served_model_is_healthy_and_an_unloaded_one_is_not(bundle: Path) -> Non
         assert result_of(address, "--service", "maskrcnn.v1.Detector") == (0, "SERVING\n")
         code, output = result_of(address, "--service", "resnet")
         assert code == 1
-        assert "resnet" in output
+        assert "'resnet'; give the name of" in output
         with InferenceServerClient(address) as triton:
             triton.unload_model(MODEL)
         code, output = result_of(address)
