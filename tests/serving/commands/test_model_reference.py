@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,12 @@ from maskrcnn_trt.benchmarks.bulk import bulk  # noqa: E402
 from maskrcnn_trt.benchmarks.infer import infer  # noqa: E402
 from maskrcnn_trt.benchmarks.serve import serve as bench_serve  # noqa: E402
 from maskrcnn_trt.model.bundle.manifest import read_manifest  # noqa: E402
+from maskrcnn_trt.model.bundle.spec import ShapeBucket  # noqa: E402
 from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from maskrcnn_trt.model.config.schema import ModelConfig  # noqa: E402
 from maskrcnn_trt.model.download.local_files import DownloadError  # noqa: E402
 from maskrcnn_trt.model.weights.zoo import ZooError  # noqa: E402
+from maskrcnn_trt.serving.commands import options  # noqa: E402
 from maskrcnn_trt.serving.commands.predict import predict  # noqa: E402
 from maskrcnn_trt.serving.commands.serve import serve  # noqa: E402
 
@@ -51,6 +54,9 @@ def test_one_command_downloads_exports_detects_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, picture: Encode
 ) -> None:
     """A later run needs neither the server nor the weights."""
+    # One input size instead of two, and the smallest that fits the image: 800x1067 after resizing.
+    one_size = partial(options.bundle_for_backend, buckets=[ShapeBucket(800, 1088)])
+    monkeypatch.setattr(options, "bundle_for_backend", one_size)
     street = tmp_path / "street.jpg"
     street.write_bytes(picture(size=(240, 320)))
     output = tmp_path / "detections"
