@@ -23,16 +23,18 @@ BUNDLES = frozenset(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need an exported bundle, and put files with slow tests first.
+    """Mark the tests that need an exported bundle, and put long files first.
 
-    A slow file that starts last would keep one worker busy after the others are done.
+    The files with the most slow tests come first, and among equal ones those with the most tests. A
+    long file that starts last would keep one worker busy after the others are done.
     """
     slow: Counter[Path] = Counter()
+    tests = Counter(item.path for item in items)
     for item in items:
         if not BUNDLES.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("bundle")
         slow[item.path] += item.get_closest_marker("slow") is not None
-    items.sort(key=lambda item: -slow[item.path])
+    items.sort(key=lambda item: (-slow[item.path], -tests[item.path]))
 
 
 def pytest_collection_finish() -> None:
