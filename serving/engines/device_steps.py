@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -254,26 +254,25 @@ class DeviceSteps:
             batch.ready.wait(self._longest_pause_s)
         start = time.perf_counter()
         entries = batch.inferred.prepared.entries
-        results: list[Any] = [
-            entry if isinstance(entry, ImageError) else device_response(batch, row, entry)
-            for row, entry in enumerate(entries)
-        ]
-        rest = {
-            row: entry
-            for row, (entry, result) in enumerate(zip(entries, results, strict=True))
-            if result is None and isinstance(entry, ImageRequest)
-        }
-        for row, detections in zip(rest, self._detections(batch, rest), strict=True):
-            results[row] = detections
+        results: dict[int, ImageError | bytes | Detections] = {}
+        rest: dict[int, ImageRequest] = {}
+        for row, entry in enumerate(entries):
+            if isinstance(entry, ImageError):
+                results[row] = entry
+            elif (response := device_response(batch, row, entry)) is not None:
+                results[row] = response
+            else:
+                rest[row] = entry
+        results |= self._detections(batch, rest)
         timing = timing_of(batch, time.perf_counter() - start)
-        return [_with_timing(result, timing) for result in results]
+        return [_with_timing(results[row], timing) for row in range(len(entries))]
 
     def _detections(
         self, batch: PastedBatch, requests: Mapping[int, ImageRequest]
-    ) -> list[Detections]:
-        """Return the detections of some images of a batch.
+    ) -> dict[int, Detections]:
+        """Return the detections of some images of a batch, by row.
 
-        `requests` maps the row of each of these images in the batch to the image's request.
+        `requests` are the requests for these images, by row.
         """
         kept = {row: _kept_rows(batch, row, request) for row, request in requests.items()}
         depth = batch.masks.boxes.shape[1]
@@ -283,10 +282,10 @@ class DeviceSteps:
             if request.options.mask_format is MaskFormat.RLE
         ]
         rles = iter(self._rles(batch, np.concatenate(chosen)) if chosen else ())
-        return [
-            self._image_detections(batch, row, request, kept[row], rles)
+        return {
+            row: self._image_detections(batch, row, request, kept[row], rles)
             for row, request in requests.items()
-        ]
+        }
 
     def _rles(self, batch: PastedBatch, chosen: NDArray[np.intp]) -> list[bytes]:
         """Return the COCO RLE `counts` of masks. `chosen`: indices image * D + detection."""
