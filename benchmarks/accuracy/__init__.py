@@ -14,7 +14,6 @@ from ...serving.config import BackendName
 from ...training.config import EvaluatorName
 
 if TYPE_CHECKING:
-    from ...training.data.coco.dataset import CocoDataset
     from .measure import BundleEvaluation, ValidationSet
 
 # Options that apply only to a bundle.
@@ -151,14 +150,22 @@ def _evaluate_bundle(
 ) -> None:
     from dataclasses import asdict
 
+    from ...model.weights.references import checkpoint_from_reference
     from ...serving.commands.options import bundle_for_backend
+    from ...training.data.coco.categories import with_ids_of
     from ...training.evaluation.validation import check_expected
     from .measure import evaluate_bundle
 
     data = _validation_set_from(source, overrides, given)
-    _check_classes_before_export(reference, data.dataset)
+
+    def check_classes() -> None:
+        with_ids_of(data.dataset, checkpoint_from_reference(reference).categories)
+
     precisions = (given["precision"],) if "precision" in given else ()
-    bundle = bundle_for_backend(reference, given.get("backend", "auto"), precisions)
+    # `evaluate_bundle` checks the classes too, but an export takes a minute.
+    bundle = bundle_for_backend(
+        reference, given.get("backend", "auto"), precisions, before_export=check_classes
+    )
     names = ("backend", "precision", "output", "report")
     options = {name: given[name] for name in names if name in given}
     evaluation = evaluate_bundle(bundle, data, **options)
@@ -170,26 +177,6 @@ def _evaluate_bundle(
     rate = {"images_per_second": evaluation.images_per_second}
     _write_json(json_path, {"bundle": str(bundle), **asdict(evaluation), **rate})
     check_expected(data.settings, evaluation.metrics)
-
-
-def _check_classes_before_export(reference: str, dataset: "CocoDataset") -> None:
-    """Check the classes of a model that must be exported, because an export takes a minute.
-
-    If `reference` is a bundle, nothing is checked: `evaluate_bundle` does it at once.
-
-    Raises:
-        ConfigError: the data set has categories that the model does not know.
-    """
-    from ...model.bundle.manifest import MANIFEST_NAME
-    from ...model.weights.downloads import is_url
-    from ...model.weights.references import checkpoint_from_reference
-    from ...model.weights.zoo import is_zoo_name
-    from ...training.data.coco.categories import with_ids_of
-
-    path = Path(reference)
-    is_file = path.is_file() and path.name != MANIFEST_NAME
-    if is_file or is_url(reference) or is_zoo_name(reference):
-        with_ids_of(dataset, checkpoint_from_reference(reference).categories)
 
 
 def _validation_set_from(

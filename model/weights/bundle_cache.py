@@ -5,7 +5,7 @@ This module does not import torch.
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +30,7 @@ def bundle_from_reference(
     precisions: Sequence[Precision] = ("fp32",),
     engines: Sequence[str] = (),
     buckets: Sequence[ShapeBucket] = (),
+    before_export: Callable[[], object] = lambda: None,
 ) -> Path:
     """Return the path of a model's bundle. If necessary, download the model and export it first.
 
@@ -44,6 +45,7 @@ def bundle_from_reference(
         engines: TensorRT engines to build beside the ONNX files, as values of the option
             `--engine` of `maskrcnn export`.
         buckets: Input sizes to export. If it is empty, the model's own input sizes are used.
+        before_export: Function that is called before the model is exported. Its errors are raised.
 
     Raises:
         ZooError: No published model has this name, or this program does not support the model.
@@ -70,6 +72,7 @@ def bundle_from_reference(
     bundle = cache_folder("bundles") / "-".join([label, *settings])
     if not _is_bundle(bundle):
         weights_path(reference)  # download here, to show progress and errors
+        before_export()
         bundle.parent.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(bundle, wait=True):
             if not _is_bundle(bundle):

@@ -174,6 +174,7 @@ def bundle_for_backend(
     backend: BackendName,
     precisions: Sequence[Precision] = (),
     buckets: Sequence[ShapeBucket] = (),
+    before_export: Callable[[], object] = lambda: None,
 ) -> Path:
     """Return the folder of a bundle. A checkpoint or a published model is first exported to one.
 
@@ -184,6 +185,7 @@ def bundle_for_backend(
             ONNX Runtime otherwise.
         precisions: Precisions to export. Empty: fp32.
         buckets: Input sizes to export. Empty: the model's own input sizes.
+        before_export: Function that is called before an export. Its errors are raised.
 
     Raises:
         ZooError: No published model has this name, or this package does not support the model.
@@ -202,4 +204,6 @@ def bundle_for_backend(
     engines: tuple[str, ...] = () if backend == "onnxruntime" else (backend,)
     if backend == "auto":
         engines = ("torch",) if gpu_names() else ()
-    return bundle_from_reference(reference, precisions or ("fp32",), engines, buckets)
+    return bundle_from_reference(
+        reference, precisions or ("fp32",), engines, buckets, before_export
+    )
