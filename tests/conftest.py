@@ -15,6 +15,9 @@ from shared_exports import cached_exports, folder_of_run, made_once
 
 import maskrcnn_trt  # noqa: F401, before onnxruntime, to disable its telemetry
 
+# Garbage is collected less often, for speed. The default is 700.
+gc.set_threshold(50_000)
+
 # Fixtures that export a bundle, which takes ten seconds or more.
 BUNDLES = frozenset(
     {"bundle", "torch_bundle", "half_bundle", "quantized", "reused_exports", "precise_bundle"}
@@ -38,10 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the imported modules from garbage collection, and collect less often, for speed."""
+    """Exempt the imported modules from garbage collection, for speed."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000)  # the default is 700
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

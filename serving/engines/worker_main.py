@@ -233,3 +233,6 @@ def freeze_garbage_collector() -> None:
     # 0.1 s or more, during which no other thread runs.
     gc.collect()
     gc.freeze()
+    # The command line makes full collections rare. From now on they take little time, and free
+    # what requests leave behind.
+    gc.set_threshold(*gc.get_threshold()[:2], 10)

@@ -46,7 +46,7 @@ def test_output_folder_has_any_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_steps_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "_BENCH_SECONDS", 0.5)
+    monkeypatch.setattr(package, "_BENCH_SECONDS", 1.5)
     # Predictions for one image instead of four are drawn three times.
     monkeypatch.setattr(package, "_DRAWN_IMAGES", 1)
     # One input size instead of two, because the export of each takes six seconds.
