@@ -97,7 +97,7 @@ def tiny_checkpoint(shared_folder: Path) -> Path:
     torch.manual_seed(0)
     config = ModelConfig(
         num_classes=3,
-        backbone=BackboneConfig(name="resnet18", norm="bn", frozen_stages=0, fpn_channels=32),
+        backbone=BackboneConfig(name="resnet10", norm="bn", frozen_stages=0, fpn_channels=32),
         anchors=AnchorConfig(sizes=(16, 32, 64, 128, 256)),
         rpn=RpnConfig(pre_nms_top_n_test=100, post_nms_top_n_test=50),
         roi=RoiConfig(

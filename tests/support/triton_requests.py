@@ -9,7 +9,7 @@ from tritonclient.grpc import InferInput
 from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 
 # Model name of the test bundle.
-MODEL = "maskrcnn_resnet18_fpn"
+MODEL = "maskrcnn_resnet10_fpn"
 
 
 def images_of(*images: bytes, column: bool = False) -> list[InferInput]:

@@ -78,6 +78,7 @@ def test_engine_computes_in_the_types_of_its_precision(
     assert read == ["Half"] * nodes.count("Conv") * len(build.profiles)
 
 
+@pytest.mark.usefixtures("reused_exports")
 def test_bf16_engines_come_without_onnx_files(tiny_checkpoint: Path, tmp_path: Path) -> None:
     options = EngineOptions(batches=(1,), compute_capabilities=("8.9",), strict=True)
     log = BuildLog(tmp_path / "build.log")

@@ -34,9 +34,9 @@ PRECISIONS: Final[tuple[Precision, ...]] = ("fp16", "fp32", "tf32")
 PICTURES: Final = 4
 
 # Tolerance of scores in one precision, in any batch.
-SAME = 2e-5
+SAME = 3e-6
 # Some score of an image differs by more than this between fp16 and fp32.
-DIFFERENT = 5e-5
+DIFFERENT = 1e-5
 
 Scores = dict[Precision, list[NDArray[np.float32]]]
 
