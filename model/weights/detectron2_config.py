@@ -131,8 +131,11 @@ def _config_from(path: Path, values: Mapping[str, Any]) -> Detectron2Config:
     )
 
 
-def _values_in(path: Path) -> dict[str, Any]:
-    """Return a file's values by dotted key, including those inherited through its key `_BASE_`."""
+def _values_in(path: Path, heirs: Sequence[Path] = ()) -> dict[str, Any]:
+    """Return a file's values by dotted key, including those inherited through its key `_BASE_`.
+
+    `heirs` are the resolved paths of the files that inherit from this one.
+    """
     try:
         content = value_from_yaml(path.read_bytes())
     except OSError as error:
@@ -146,8 +149,13 @@ def _values_in(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(content, Mapping):
         return {}
+    heirs = (*heirs, path.resolve())
     base = base_config(path, content)
-    inherited = _values_in(base) if base else {}
+    if base and base.resolve() in heirs:
+        raise WeightsError(
+            f"{path} inherits from itself through _BASE_: {base}; name another base, or none"
+        )
+    inherited = _values_in(base, heirs) if base else {}
     return inherited | {key: _decoded(value) for key, value in values_by_key(content).items()}
 
 

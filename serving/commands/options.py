@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _Command = Callable[..., None]
 
+# Suffixes of the model files in a bundle.
+_ARTIFACT_SUFFIXES = frozenset({".onnx", ".pt2", ".plan", ".rtx"})
+
 # Click type of an image or a folder of images.
 SOURCE = click.Path(exists=True, path_type=Path)
 
@@ -188,6 +191,7 @@ def bundle_for_backend(
         before_export: Function that is called before an export. Its errors are raised.
 
     Raises:
+        click.UsageError: The reference is a model file of a bundle.
         ZooError: No published model has this name, or this package does not support the model.
         DownloadError: The download failed, or the checksum of the downloaded file is wrong.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
@@ -201,6 +205,11 @@ def bundle_for_backend(
         path = path.parent
     if path.is_dir():
         return path
+    if path.suffix in _ARTIFACT_SUFFIXES and path.is_file():
+        raise click.UsageError(
+            f"{path} is a single file of a bundle; give the bundle, the folder that holds the file "
+            f"and {MANIFEST_NAME}"
+        )
     engines: tuple[str, ...] = () if backend == "onnxruntime" else (backend,)
     if backend == "auto":
         engines = ("torch",) if gpu_names() else ()

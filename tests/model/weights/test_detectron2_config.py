@@ -179,6 +179,7 @@ def test_bases_are_read_and_other_files_are_not(weights: Path, tmp_path: Path) -
         "- a list": "no section MODEL",
         "{": "not YAML",
         "_BASE_: none.yaml": "none.yaml: No such file",
+        "_BASE_: derived.yaml": "derived.yaml inherits from itself",
     }.items():
         path.write_text(content)
         with pytest.raises(WeightsError, match=message):

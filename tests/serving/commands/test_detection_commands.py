@@ -164,6 +164,14 @@ def test_manifest_stands_for_its_bundle(bundle: Path, folder: Path, tmp_path: Pa
     assert result.exit_code == 0, result.output
 
 
+def test_a_file_of_a_bundle_is_rejected(bundle: Path, folder: Path, tmp_path: Path) -> None:
+    model = next(bundle.glob("*.onnx"))
+    result = invoke(predict, model, folder, "-o", tmp_path / "detections")
+    assert result.exit_code == 2
+    assert "give the bundle" in result.output
+    assert "manifest.json" in result.output
+
+
 @pytest.mark.parametrize(
     ("name", "ids"),
     [
