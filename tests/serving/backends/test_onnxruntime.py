@@ -37,15 +37,17 @@ def assert_same(actual: HostOutputs, expected: list[NDArray[np.generic]], tolera
 
 
 @pytest.fixture(scope="module")
-def reference(bundle: Path) -> onnxruntime.InferenceSession:
+def reference(wide_bundle: Path) -> onnxruntime.InferenceSession:
     """Session on the CPU with default options."""
-    (path,) = (bundle / a.path for a in read_manifest(bundle).artifacts if a.bucket == BUCKET)
+    (path,) = (
+        wide_bundle / a.path for a in read_manifest(wide_bundle).artifacts if a.bucket == BUCKET
+    )
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
 @pytest.fixture
-def backend(bundle: Path) -> OnnxRuntimeBackend:
-    return OnnxRuntimeBackend(bundle, read_manifest(bundle), "fp32")
+def backend(wide_bundle: Path) -> OnnxRuntimeBackend:
+    return OnnxRuntimeBackend(wide_bundle, read_manifest(wide_bundle), "fp32")
 
 
 def assert_equals(
@@ -186,13 +188,13 @@ def test_batch_beyond_the_memory_is_rejected(
 
 @without_cuda
 def test_cuda_provider_that_does_not_load(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wide_bundle: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with caplog.at_level(logging.WARNING):
-        backend = OnnxRuntimeBackend(bundle, read_manifest(bundle), "fp32")
+        backend = OnnxRuntimeBackend(wide_bundle, read_manifest(wide_bundle), "fp32")
     assert backend.device == "cpu"
     (record,) = caplog.records
     assert "uses the CPU" in record.message
@@ -234,9 +236,9 @@ def test_path_that_is_not_utf_8_is_rejected(bundle: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("entry", ["max_detections", "mask_side"])
-def test_outputs_that_contradict_the_manifest(bundle: Path, entry: str) -> None:
-    manifest = read_manifest(bundle).model_copy(update={entry: 7})
-    backend = OnnxRuntimeBackend(bundle, manifest, "fp32")
+def test_outputs_that_contradict_the_manifest(wide_bundle: Path, entry: str) -> None:
+    manifest = read_manifest(wide_bundle).model_copy(update={entry: 7})
+    backend = OnnxRuntimeBackend(wide_bundle, manifest, "fp32")
     with pytest.raises(BundleError, match=rf"{entry}.*manifest.*\b7\b"):
         backend.infer(BUCKET, *batch_of(1))
 
@@ -246,13 +248,13 @@ def test_outputs_that_contradict_the_manifest(bundle: Path, entry: str) -> None:
     [({"input_dtype": "float32"}, "float"), ({"bucket": ShapeBucket(128, 160)}, "128, 160")],
 )
 def test_inputs_that_contradict_the_manifest(
-    bundle: Path, entry: dict[str, Any], fact: str
+    wide_bundle: Path, entry: dict[str, Any], fact: str
 ) -> None:
-    manifest = read_manifest(bundle)
+    manifest = read_manifest(wide_bundle)
     artifact = manifest.artifacts[0].model_copy(update=entry)
     manifest = manifest.model_copy(update={"artifacts": (artifact,)})
     with pytest.raises(BundleError, match=rf"{artifact.path} .*manifest.*{fact}.*export"):
-        OnnxRuntimeBackend(bundle, manifest, "fp32")
+        OnnxRuntimeBackend(wide_bundle, manifest, "fp32")
 
 
 @pytest.mark.gpu
