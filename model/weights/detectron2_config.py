@@ -136,6 +136,10 @@ def _values_in(path: Path, heirs: Sequence[Path] = ()) -> dict[str, Any]:
 
     `heirs` are the resolved paths of the files that inherit from this one.
     """
+    if path.resolve() in heirs:
+        raise WeightsError(
+            f"{path} inherits from itself through _BASE_; name another base, or none"
+        )
     try:
         content = value_from_yaml(path.read_bytes())
     except OSError as error:
@@ -149,13 +153,8 @@ def _values_in(path: Path, heirs: Sequence[Path] = ()) -> dict[str, Any]:
         ) from None
     if not isinstance(content, Mapping):
         return {}
-    heirs = (*heirs, path.resolve())
     base = base_config(path, content)
-    if base and base.resolve() in heirs:
-        raise WeightsError(
-            f"{path} inherits from itself through _BASE_: {base}; name another base, or none"
-        )
-    inherited = _values_in(base, heirs) if base else {}
+    inherited = _values_in(base, (*heirs, path.resolve())) if base else {}
     return inherited | {key: _decoded(value) for key, value in values_by_key(content).items()}
 
 
