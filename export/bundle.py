@@ -11,6 +11,7 @@ import torch
 
 from .. import __version__
 from ..model.bundle.manifest import (
+    ARTIFACT_SUFFIXES,
     MISSING_PRECISIONS,
     Artifact,
     InputDtype,
@@ -27,7 +28,6 @@ from ..model.weights.files import local_path
 from ..model.weights.references import checkpoint_from_reference
 from .engines.build import TOP_K_LIMIT, limited_checkpoint
 from .engines.builder import EngineBuilder
-from .engines.options import ENGINE_SUFFIXES
 from .onnx.export import onnx_from_model
 from .onnx.precision import fold_batch_norms, halve, replace_transposed_convolution
 from .onnx.quantization import float8_model, quantized_model
@@ -250,7 +250,7 @@ def _build_engine(
         report: function that is called with one sentence at the start.
     """
     report(f"building {graph.precision} for inputs of {graph.bucket} with {builder.product}")
-    path = folder / f"model-{graph.precision}-{graph.bucket}{ENGINE_SUFFIXES[builder.kind]}"
+    path = folder / f"model-{graph.precision}-{graph.bucket}{ARTIFACT_SUFFIXES[builder.kind]}"
     build = builder.build(source, path, graph.precision)
     return Artifact(
         path=path.name,

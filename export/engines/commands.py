@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from rich.table import Table
 
 from ...model.bundle.manifest import (
+    ARTIFACT_SUFFIXES,
     MANIFEST_NAME,
     Artifact,
     BundleError,
@@ -21,7 +22,6 @@ from ...model.bundle.manifest import (
 )
 from ...plugins.runtime.console import table_console
 from ..errors import EngineError
-from .options import ENGINE_SUFFIXES
 
 if TYPE_CHECKING:
     from .inspection import EngineTensor
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 # Kind of engine by file name suffix.
-_KINDS = {suffix: kind for kind, suffix in ENGINE_SUFFIXES.items()}
+_KINDS: Mapping[str, EngineKind] = {ARTIFACT_SUFFIXES[kind]: kind for kind in get_args(EngineKind)}
 
 
 @click.group()

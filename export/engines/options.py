@@ -13,9 +13,6 @@ from ...model.bundle.manifest import EngineKind, HardwareCompatibility
 from ...model.config.option_types import FiniteRange
 from ...plugins.runtime.compute_capability import CapabilityType
 
-# File name suffix of each kind of engine.
-ENGINE_SUFFIXES: Mapping[EngineKind, str] = {"tensorrt": ".plan", "tensorrt-rtx": ".rtx"}
-
 Tiling = Literal["none", "fast", "moderate", "full"]
 
 _Command = Callable[..., None]

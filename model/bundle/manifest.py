@@ -26,6 +26,13 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8", "fp8"]
 InputDtype = Literal["uint8", "float32"]
 EngineKind = Literal["tensorrt", "tensorrt-rtx"]
 ArtifactKind = Literal["onnx", "torch", EngineKind]
+# File name suffix of each kind of artifact.
+ARTIFACT_SUFFIXES: Mapping[ArtifactKind, str] = {
+    "onnx": ".onnx",
+    "torch": ".pt2",
+    "tensorrt": ".plan",
+    "tensorrt-rtx": ".rtx",
+}
 # Precisions for which the value ranges of a model are measured on calibration images.
 QUANTIZED_PRECISIONS: tuple[Precision, ...] = ("int8", "fp8")
 # Precisions that the runtime of an artifact kind does not support. Bundles have no such artifacts.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from ...model.bundle.manifest import MANIFEST_NAME, Precision
+from ...model.bundle.manifest import ARTIFACT_SUFFIXES, MANIFEST_NAME, Precision
 from ...model.bundle.spec import ShapeBucket
 from ...model.config.option_types import FiniteRange
 from ..config import BackendName, ReportFormat, check_address
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from ..client import Credentials
 
 _Command = Callable[..., None]
-
-# Suffixes of the model files in a bundle.
-_ARTIFACT_SUFFIXES = frozenset({".onnx", ".pt2", ".plan", ".rtx"})
 
 # Click type of an image or a folder of images.
 SOURCE = click.Path(exists=True, path_type=Path)
@@ -191,7 +188,7 @@ def bundle_for_backend(
         before_export: Function that is called before an export. Its errors are raised.
 
     Raises:
-        click.UsageError: The reference is a model file of a bundle.
+        click.UsageError: The reference is a single graph or engine.
         ZooError: No published model has this name, or this package does not support the model.
         DownloadError: The download failed, or the checksum of the downloaded file is wrong.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
@@ -205,10 +202,10 @@ def bundle_for_backend(
         path = path.parent
     if path.is_dir():
         return path
-    if path.suffix in _ARTIFACT_SUFFIXES and path.is_file():
+    if path.suffix in ARTIFACT_SUFFIXES.values() and path.is_file():
         raise click.UsageError(
-            f"{path} is a single file of a bundle; give the bundle, the folder that holds the file "
-            f"and {MANIFEST_NAME}"
+            f"{path} is an exported graph or engine, not a bundle; give the bundle, a folder with "
+            f"{MANIFEST_NAME}"
         )
     engines: tuple[str, ...] = () if backend == "onnxruntime" else (backend,)
     if backend == "auto":
