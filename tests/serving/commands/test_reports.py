@@ -162,7 +162,8 @@ def test_full_disk_is_reported(
     paths = [str(tmp_path / "0.jpg"), str(tmp_path / "1.jpg")]
     for path in paths:
         Image.fromarray(noise).save(path)  # its PNG is larger than its results
-    # The limit holds for the memory, too, that this process shares with the server's worker.
+    # The limit also applies to the memory that this process shares with the server's worker. A run
+    # without a limit lets this memory grow first.
     run_main(monkeypatch, capsys, "client", address, *paths, "-o", str(tmp_path / "grown"))
     for verb, source in (("client", address), ("predict", str(bundle))):
         output = tmp_path / verb
