@@ -86,10 +86,12 @@ class MaskRCNN(nn.Module):
     ) -> LossTerms:
         """Return the sums and counts of a batch's losses. The arguments are those of `forward`."""
         features = self._features(images, image_sizes)
-        anchors = self.rpn(features, images.shape[2:])
-        objectness, rpn_regression, num_anchors = self.rpn.losses(anchors, targets, seeds)
+        size = images.shape[2:]
+        # This must precede the code without gradients: the first use of a weight under autocast
+        # caches its rounded copy, which has no gradient if gradients are disabled.
+        objectness, rpn_regression, num_anchors = self.rpn.losses(features, size, targets, seeds)
         with torch.no_grad():
-            proposals = self.rpn.propose(anchors, image_sizes)
+            proposals = self.rpn.propose(self.rpn(features, size), image_sizes)
             rois = self.roi_heads.sample(proposals, targets, seeds)
         classification, regression, mask = self.roi_heads.losses(features, rois, targets)
         sums = torch.stack([objectness, rpn_regression, classification, regression, mask])

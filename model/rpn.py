@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torchvision.models.detection.rpn import RPNHead
 
 from ..plugins.box_deltas import decode_boxes, encode_boxes
+from ..plugins.feature_patches import feature_patches
 from ..plugins.grid_anchors import grid_anchors
 from ..plugins.nms_keep import nms_keep
 from ..plugins.stable_top_k import stable_top_k, top_k_of_parts
@@ -72,16 +73,22 @@ class RegionProposalNetwork(nn.Module):
             input_size: height and width of the padded images in pixels.
         """
         logits, deltas = self.head(list(features))
-        grid_sizes = [(f.shape[2], f.shape[3]) for f in features]
-        steps = grid_steps(self._anchor_config, self._strides, input_size, grid_sizes)
-        anchors = grid_anchors(self.cell_anchors, list(chain(*steps)), list(chain(*grid_sizes)))
         per_cell = self.cell_anchors.shape[1]
         return RpnOutputs(
-            anchors,
+            self._anchors(features, input_size),
             torch.cat([_by_anchor(x, 1) for x in logits], dim=1).float()[..., 0],
             torch.cat([_by_anchor(x, 4) for x in deltas], dim=1).float(),
-            [per_cell * rows * columns for rows, columns in grid_sizes],
+            [per_cell * feature.shape[2] * feature.shape[3] for feature in features],
         )
+
+    def _anchors(self, features: Sequence[Tensor], input_size: tuple[int, int]) -> Tensor:
+        """Return `RpnOutputs.anchors`. The arguments are those of `forward`."""
+        grid_sizes = [(f.shape[2], f.shape[3]) for f in features]
+        steps = grid_steps(self._anchor_config, self._strides, input_size, grid_sizes)
+        anchors: Tensor = grid_anchors(
+            self.cell_anchors, list(chain(*steps)), list(chain(*grid_sizes))
+        )
+        return anchors
 
     def propose(self, outputs: RpnOutputs, image_sizes: Tensor) -> Proposals:
         """Decode anchors, and return the boxes of highest score from all levels as proposals.
@@ -116,11 +123,17 @@ class RegionProposalNetwork(nn.Module):
         return Proposals(take_rows(boxes, chosen) * valid[..., None], valid)
 
     def losses(
-        self, outputs: RpnOutputs, targets: Targets, seeds: Tensor
+        self,
+        features: Sequence[Tensor],
+        input_size: tuple[int, int],
+        targets: Targets,
+        seeds: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the summed objectness and box losses, and the number of sampled anchors."""
-        anchors, logits, deltas, _ = outputs
-        config = self.config.sampling
+        """Return the summed objectness and box losses, and the number of sampled anchors.
+
+        The arguments `features` and `input_size` are those of `forward`.
+        """
+        anchors, config = self._anchors(features, input_size), self.config.sampling
         matches = match_candidates(anchors, targets, config, low_quality=True)
         sample = sample_candidates(
             matches.positive,
@@ -129,20 +142,54 @@ class RegionProposalNetwork(nn.Module):
             config.batch_size_per_image,
             config.positive_fraction,
         )
+        logits, deltas = self._outputs_at(features, sample.indices)
         objectness = F.binary_cross_entropy_with_logits(
-            logits.gather(1, sample.indices),
-            sample.positive.float(),
-            weight=sample.chosen.float(),
-            reduction="sum",
+            logits, sample.positive.float(), weight=sample.chosen.float(), reduction="sum"
         )
         matched = take_rows(targets.boxes, matches.target.gather(1, sample.indices))
         regression = smooth_l1_sum(
-            take_rows(deltas, sample.indices),
+            deltas,
             encode_boxes(matched, anchors[sample.indices], *_DELTA_WEIGHTS),
             sample.positive,
             self.config.smooth_l1_beta,
         )
         return objectness, regression, sample.chosen.sum()
+
+    def _outputs_at(self, features: Sequence[Tensor], indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs of the RPN head for S anchors per image.
+
+        Args:
+            features: feature maps, as in `forward`.
+            indices: [B, S] int64, indices of anchors in `RpnOutputs.anchors`.
+
+        Returns:
+            logits [B, S] and deltas [B, S, 4], as in `RpnOutputs`. The gradient of the feature maps
+                is computed for the surroundings of these anchors only.
+        """
+        per_cell, depth = self.cell_anchors.shape[1], len(self.head.conv)
+        cells, shapes = indices // per_cell, (indices % per_cell).flatten()
+        hidden = feature_patches(features, cells, depth)
+        for radius, (conv, _) in zip(reversed(range(depth)), self.head.conv, strict=True):
+            # A 3x3 convolution without padding, as a matrix product. The windows [B, S, N, N, 3, 3,
+            # C] are the inputs of the N = 2 * radius + 1 cells per axis.
+            windows = hidden[:, :, None, None]
+            if radius > 0:
+                windows = hidden.unfold(2, 3, 1).unfold(3, 3, 1).movedim(4, -1)
+            kernel = conv.weight.permute(0, 2, 3, 1).flatten(1)
+            hidden = F.linear(windows.flatten(4), kernel, conv.bias).relu()
+            if radius > 0:
+                # The next convolution pads the map with zeros.
+                inside = [f.new_ones(f.shape[0], 1, *f.shape[2:]) for f in features]
+                hidden = hidden * feature_patches(inside, cells, radius)
+        hidden = hidden.flatten(0, 3)
+        rows = torch.arange(len(shapes), device=shapes.device)
+        logits, deltas = (
+            F.linear(hidden, layer.weight.flatten(1), layer.bias)
+            .unflatten(1, (per_cell, -1))[rows, shapes]
+            .float()
+            for layer in (self.head.cls_logits, self.head.bbox_pred)
+        )
+        return logits.view(indices.shape), deltas.view(*indices.shape, 4)
 
 
 def _by_anchor(output: Tensor, values: int) -> Tensor:

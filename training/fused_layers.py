@@ -1,52 +1,65 @@
-"""Fuse batch norms, shortcuts and ReLUs into convolutions, for training under autocast."""
+"""Fuse batch norms, shortcuts and ReLUs into convolutions, for training on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models.detection.rpn import RPNHead
 from torchvision.models.resnet import Bottleneck
 from torchvision.ops import Conv2dNormActivation
 
 from ..model.backbone import FeaturePyramid, FrozenBatchNorm2d
 from ..model.mask_rcnn import MaskRCNN
-from ..plugins.fused_convolution import convolution_relu, pointwise_convolution
+from ..model.roi_heads import MaskPredictor
+from ..plugins.class_logits import relu_class_logits
+from ..plugins.fused_convolution import (
+    convolution_relu,
+    cudnn_convolution,
+    pointwise_convolution,
+)
 from ..plugins.resnet_stem import arranged_weight, resnet_stem
+from ..plugins.runtime.arguments import HALF_TYPES
+
+# Types of the layers of a `Conv2dNormActivation` that has no norm.
+_WITHOUT_NORM: tuple[list[type[nn.Module]], ...] = [nn.Conv2d], [nn.Conv2d, nn.ReLU]
 
 
 def fuse_layers(model: MaskRCNN) -> None:
     """Fuse frozen batch norms, shortcuts and ReLUs into the convolutions of a model, in place.
 
-    Fusion saves memory traffic on a GPU. Parameters and their names stay the same. Under autocast,
-    results differ by rounding only. Outside of autocast, the model computes as before.
+    Fusion saves memory traffic on a GPU. Parameters and their names stay the same. Results differ
+    by rounding only.
     """
     for module in model.modules():
         if isinstance(module, Bottleneck) and isinstance(module.bn1, FrozenBatchNorm2d):
             _replace(module, "forward", _bottleneck)
-        elif isinstance(module, Conv2dNormActivation) and _kinds(module) == [nn.Conv2d, nn.ReLU]:
-            _replace(module, "forward", _activated_convolution)
+        elif isinstance(module, Conv2dNormActivation) and _kinds(module) in _WITHOUT_NORM:
+            _replace(module, "forward", _convolution_with_bias)
     body = model.backbone.body
     if isinstance(body.bn1, FrozenBatchNorm2d) and not body.conv1.weight.requires_grad:
         _replace(model, "stem", _stem)
     pyramid = model.backbone.fpn
     if pyramid is not None and all(_kinds(x) == [nn.Conv2d] for x in pyramid.inner_blocks):
         _replace(pyramid, "merge", _merge)
+    _replace(model.rpn.head, "forward", _rpn_head)
+    _replace(model.roi_heads.mask_predictor, "forward", _mask_predictor)
 
 
-def _replace(module: nn.Module, name: str, fused: Callable[..., Tensor]) -> None:
-    """Replace the method `name` of a module by `fused`, but only for calls under autocast.
+def _replace(module: nn.Module, name: str, fused: Callable[..., Any]) -> None:
+    """Replace the method `name` of a module by `fused`, whose first argument is the module."""
+    setattr(module, name, partial(fused, module))
 
-    The arguments of `fused` are the module and the arguments of the method.
-    """
-    original = getattr(module, name)
 
-    def method(features: Tensor, *others: Any) -> Tensor:
-        if torch.is_autocast_enabled(features.device.type):
-            return fused(module, features, *others)
-        result: Tensor = original(features, *others)
-        return result
-
-    setattr(module, name, method)
+def _dtype_of(layer: nn.Module) -> torch.dtype:
+    """Return the dtype in which a layer computes: that of autocast, or of its weight."""
+    weight: Tensor = layer.weight
+    device = weight.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
 
 
 def _kinds(module: nn.Sequential) -> list[type[nn.Module]]:
@@ -55,8 +68,10 @@ def _kinds(module: nn.Sequential) -> list[type[nn.Module]]:
 
 def _stem(model: MaskRCNN, images: Tensor, image_sizes: Tensor) -> Tensor:
     body = model.backbone.body
+    dtype = _dtype_of(body.conv1)
+    if dtype not in HALF_TYPES:
+        return MaskRCNN.stem(model, images, image_sizes)
     weight, bias = (x.detach() for x in _folded(body.conv1, body.bn1))
-    dtype = torch.get_autocast_dtype(images.device.type)
     mean, std = model.pixel_mean, model.pixel_std
     arranged = arranged_weight(weight.to(dtype))
     output: Tensor = resnet_stem(images, image_sizes, arranged, bias.to(dtype), mean, std)
@@ -73,8 +88,8 @@ def _bottleneck(block: Bottleneck, features: Tensor) -> Tensor:
     return _convolution(hidden, block.conv3, block.bn3, residual=shortcut)
 
 
-def _activated_convolution(layer: Conv2dNormActivation, features: Tensor) -> Tensor:
-    return _convolution(features, layer[0])
+def _convolution_with_bias(layer: Conv2dNormActivation, features: Tensor) -> Tensor:
+    return _convolution(features, layer[0], relu=len(layer) > 1)
 
 
 def _merge(pyramid: FeaturePyramid, features: Tensor, coarse: Tensor, index: int) -> Tensor:
@@ -84,6 +99,37 @@ def _merge(pyramid: FeaturePyramid, features: Tensor, coarse: Tensor, index: int
     return _convolution(features, lateral, residual=coarse, relu=False)
 
 
+def _rpn_head(
+    head: RPNHead, features: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    parts = head.cls_logits, head.bbox_pred
+    weight, bias = (torch.cat([getattr(x, name) for x in parts]) for name in ("weight", "bias"))
+    outputs = []
+    for feature in features:
+        hidden = head.conv(feature)
+        rounded = weight.to(hidden.dtype), bias.to(hidden.dtype)
+        outputs.append(pointwise_convolution(hidden, *rounded, None, 1, False))
+    counts = [part.out_channels for part in parts]
+    logits, deltas = zip(*(x.split(counts, dim=1) for x in outputs), strict=True)
+    return list(logits), list(deltas)
+
+
+def _mask_predictor(predictor: MaskPredictor, features: Tensor, labels: Tensor) -> Tensor:
+    # The transposed convolution writes 2 x 2 pixels per cell, so it is a matrix product over the
+    # cells. Only the logits are brought into the order of the pixels.
+    upsampling, last = predictor.conv5_mask, predictor.mask_fcn_logits
+    assert upsampling.bias is not None and last.bias is not None
+    kernel = upsampling.weight.permute(2, 3, 1, 0).flatten(0, 2)
+    cells = F.linear(features.permute(0, 2, 3, 1), kernel)
+    pixels = cells.view(len(cells), -1, len(upsampling.bias))
+    offset, weight, bias = (
+        x.to(cells.dtype) for x in (upsampling.bias, last.weight.flatten(1), last.bias)
+    )
+    logits: Tensor = relu_class_logits(pixels, offset, weight, bias, labels)
+    by_cell = logits.view(*cells.shape[:3], *upsampling.kernel_size)
+    return by_cell.transpose(2, 3).flatten(3).flatten(1, 2)
+
+
 def _convolution(
     features: Tensor,
     conv: nn.Conv2d,
@@ -91,7 +137,7 @@ def _convolution(
     residual: Tensor | None = None,
     relu: bool = True,
 ) -> Tensor:
-    dtype = torch.get_autocast_dtype(features.device.type)
+    dtype = _dtype_of(conv)
     if norm is None:
         assert conv.bias is not None
         weight, bias = conv.weight, conv.bias
@@ -101,9 +147,12 @@ def _convolution(
     output: Tensor
     if conv.kernel_size == (1, 1) and (residual is not None or not relu):
         output = pointwise_convolution(images, kernel, offset, residual, conv.stride[0], relu)
-    else:
-        window = (list(x) for x in (conv.stride, conv.padding, conv.dilation))
+        return output
+    window = (list(x) for x in (conv.stride, conv.padding, conv.dilation))
+    if relu:
         output = convolution_relu(images, kernel, offset, residual, *window)
+    else:
+        output = cudnn_convolution(images, kernel, offset, *window, False)
     return output
 
 

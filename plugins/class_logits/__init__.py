@@ -1,5 +1,9 @@
-"""`maskrcnn::class_logits`: mask logits of each instance, for the instance's class only."""
+"""Mask logits of each instance, for the instance's class only.
 
-from .operation import class_logits
+`maskrcnn::class_logits` takes activated features. `maskrcnn::relu_class_logits` also adds a bias to
+the features and applies a ReLU, and has a gradient.
+"""
 
-__all__ = ["class_logits"]
+from .operation import class_logits, relu_class_logits
+
+__all__ = ["class_logits", "relu_class_logits"]

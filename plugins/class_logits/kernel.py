@@ -1,4 +1,4 @@
-"""Compilation and launch of `class_logits.cu`."""
+"""Compilation and launch of the kernels in `class_logits.cu`."""
 
 import math
 
@@ -16,26 +16,58 @@ def class_logits_kernel(value_type: str, channels: int) -> Kernel:
 
     `value_type` is the type of all tensors but the labels: `float16`, `bfloat16` or `float`.
     """
+    return _kernel("class_logits", value_type, channels)
+
+
+def relu_class_logits_kernel(value_type: str, channels: int) -> Kernel:
+    """Return the kernel of `relu_class_logits`. Arguments are those of `class_logits_kernel`."""
+    return _kernel("relu_class_logits", value_type, channels)
+
+
+def relu_class_logits_backward_kernel(value_type: str, channels: int) -> Kernel:
+    """Return the kernel of the gradient. Arguments are those of `class_logits_kernel`."""
+    return _kernel("relu_class_logits_backward", value_type, channels)
+
+
+def class_logits_launch(instances: int, cells: int) -> Launch:
+    """Return the grid, block and scalar arguments of the kernels of the logits.
+
+    Inputs are features [instances, cells, channels], for `relu_class_logits` an offset [channels],
+    weight [classes, channels], bias [classes] and labels [instances] int64. The output is the
+    logits of each instance's class, [instances, cells]. All but the labels have the kernel's
+    `value_type`.
+    """
+    blocks = -(-cells // (_CELLS_PER_WARP * _THREADS // _WARP))
+    return Launch((instances, blocks, 1), (_THREADS, 1, 1), (cells,))
+
+
+def relu_class_logits_backward_launch(instances: int, cells: int) -> Launch:
+    """Return the grid, block and scalar arguments of `relu_class_logits_backward_kernel`.
+
+    Inputs are the gradient of the logits [instances, cells], and features, offset, weight and
+    labels as in `class_logits_launch`. Outputs are the gradient of the features, and two sums over
+    the cells, [instances, channels] float32: of the logits' gradient times the activated features,
+    and of the features' gradient.
+    """
+    return Launch((instances, 1, 1), (_THREADS, 1, 1), (cells,))
+
+
+def _kernel(name: str, value_type: str, channels: int) -> Kernel:
     constants = (
         ("VALUE", value_type),
         ("CHANNELS", channels),
         ("VECTOR", math.gcd(_VECTORS[value_type], channels)),
         ("THREADS", _THREADS),
     )
-    return Kernel(
-        "class_logits/class_logits.cu", "class_logits", constants, fused_multiply_add=True
+    return Kernel("class_logits/class_logits.cu", name, constants, fused_multiply_add=True)
+
+
+PREBUILT_KERNELS = tuple(
+    kernel(value_type, 256)
+    for kernel in (
+        class_logits_kernel,
+        relu_class_logits_kernel,
+        relu_class_logits_backward_kernel,
     )
-
-
-def class_logits_launch(instances: int, cells: int) -> Launch:
-    """Return the grid, block and scalar arguments of `class_logits_kernel`.
-
-    Inputs are features [instances, cells, channels], weight [classes, channels], bias [classes] and
-    labels [instances] int64. The output is the logits of each instance's class,
-    [instances, cells]. All but the labels have the kernel's `value_type`.
-    """
-    blocks = -(-cells // (_CELLS_PER_WARP * _THREADS // _WARP))
-    return Launch((instances, blocks, 1), (_THREADS, 1, 1), (cells,))
-
-
-PREBUILT_KERNELS = tuple(class_logits_kernel(value_type, 256) for value_type in _VECTORS)
+    for value_type in _VECTORS
+)

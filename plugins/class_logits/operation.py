@@ -1,15 +1,23 @@
-"""`maskrcnn::class_logits`: mask logits of each instance, for the instance's class only.
+"""`maskrcnn::class_logits`, `relu_class_logits`: mask logits of each instance, for its class only.
 
 Contract of all implementations: products and sums are float32, and the logit, including the bias,
-is rounded once to the dtype of the features.
+is rounded once to the dtype of the features. The same holds for gradients.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..runtime.arguments import FLOAT_TYPES, kernel_argument
 from ..runtime.launching import launch_kernel
-from .kernel import class_logits_kernel, class_logits_launch
+from .kernel import (
+    class_logits_kernel,
+    class_logits_launch,
+    relu_class_logits_backward_kernel,
+    relu_class_logits_backward_launch,
+    relu_class_logits_kernel,
+)
 
 
 @torch.library.custom_op("maskrcnn::class_logits", mutates_args=(), device_types="cpu")
@@ -30,8 +38,7 @@ def class_logits(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor)
     Raises:
         ValueError: on a GPU, an argument has another dtype or shape than documented.
     """
-    products = features.float() @ weight[labels].float()[:, :, None]
-    return (products[..., 0] + bias[labels].float()[:, None]).to(features.dtype)
+    return _logits(features.float(), weight, bias, labels).to(features.dtype)
 
 
 @class_logits.register_fake
@@ -41,17 +48,138 @@ def _(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
 
 @class_logits.register_kernel("cuda")
 def _(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    value_type = FLOAT_TYPES.get(features.dtype)
-    if value_type is None:
-        raise ValueError(f"features must be float32, float16 or bfloat16, not {features.dtype}")
+    value_type = _value_type(features)
     instances, cells, channels = features.shape
-    inputs = [
-        kernel_argument("features", features, features.dtype, (-1, -1, -1)),
-        kernel_argument("weight", weight, features.dtype, (-1, channels)),
-        kernel_argument("bias", bias, features.dtype, (len(weight),)),
-        kernel_argument("labels", labels, torch.int64, (instances,)),
-    ]
+    inputs = _arguments(features=features, weight=weight, bias=bias, labels=labels)
     logits = features.new_empty(instances, cells)
     launch = class_logits_launch(instances, cells)
     launch_kernel(class_logits_kernel(value_type, channels), launch, inputs, [logits])
     return logits
+
+
+@torch.library.custom_op("maskrcnn::relu_class_logits", mutates_args=(), device_types="cpu")
+def relu_class_logits(
+    features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
+) -> Tensor:
+    """Compute `class_logits(relu(features + offset), weight, bias, labels)`, with gradient.
+
+    The argument `offset` is [C], of the features' dtype. The other arguments, the result and the
+    errors are those of `class_logits`.
+    """
+    activated = (features.float() + offset.float()).relu()
+    return _logits(activated, weight, bias, labels).to(features.dtype)
+
+
+@relu_class_logits.register_fake
+def _(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    return features.new_empty(features.shape[:2])
+
+
+@relu_class_logits.register_kernel("cuda")
+def _(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    value_type = _value_type(features)
+    instances, cells, channels = features.shape
+    inputs = _arguments(features=features, offset=offset, weight=weight, bias=bias, labels=labels)
+    logits = features.new_empty(instances, cells)
+    launch = class_logits_launch(instances, cells)
+    launch_kernel(relu_class_logits_kernel(value_type, channels), launch, inputs, [logits])
+    return logits
+
+
+@torch.library.custom_op(
+    "maskrcnn::relu_class_logits_backward", mutates_args=(), device_types="cpu"
+)
+def relu_class_logits_backward(
+    grad: Tensor, features: Tensor, offset: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of the features, and two sums over the cells.
+
+    `grad` is the gradient of the logits, [R, P]. The other arguments are those of
+    `relu_class_logits`.
+
+    Returns:
+        features: [R, P, C], gradient of the features, of their dtype.
+        weighted: [R, C] float32, sum of the logits' gradient times the activated features.
+        sums: [R, C] float32, sum of the features' gradient before it is rounded.
+    """
+    shifted = features.float() + offset.float()
+    grad = grad.float()[:, :, None]
+    own = torch.where(shifted > 0, grad * weight[labels].float()[:, None], 0)
+    return own.to(features.dtype), (grad * shifted.relu()).sum(dim=1), own.sum(dim=1)
+
+
+@relu_class_logits_backward.register_fake
+def _(
+    grad: Tensor, features: Tensor, offset: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_gradients(features)
+
+
+@relu_class_logits_backward.register_kernel("cuda")
+def _(
+    grad: Tensor, features: Tensor, offset: Tensor, weight: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    value_type = _value_type(features)
+    instances, cells, channels = features.shape
+    gradients = _empty_gradients(features)
+    inputs = [
+        kernel_argument("grad", grad, features.dtype, (instances, cells)),
+        *_arguments(features=features, offset=offset, weight=weight, labels=labels),
+    ]
+    kernel = relu_class_logits_backward_kernel(value_type, channels)
+    launch_kernel(kernel, relu_class_logits_backward_launch(instances, cells), inputs, gradients)
+    return gradients
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    features, offset, weight, _, labels = inputs
+    ctx.save_for_backward(features, offset, weight, labels)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    features, offset, weight, labels = ctx.saved_tensors
+    gradient, weighted, sums = relu_class_logits_backward(grad, features, offset, weight, labels)
+    # A matrix product, because `index_add` on a GPU adds in no fixed order.
+    is_class = (labels == torch.arange(len(weight), device=labels.device)[:, None]).float()
+    weight_gradient, bias_gradient = is_class @ weighted, is_class @ grad.float().sum(dim=1)
+    parameters = sums.sum(dim=0), weight_gradient, bias_gradient
+    return gradient, *(x.to(features.dtype) for x in parameters), None
+
+
+relu_class_logits.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _logits(activated: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    products = activated @ weight[labels].float()[:, :, None]
+    return products[..., 0] + bias[labels].float()[:, None]
+
+
+def _empty_gradients(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    sums = features.new_empty(features.shape[0], features.shape[2], dtype=torch.float32)
+    return features.new_empty(features.shape), sums, torch.empty_like(sums)
+
+
+def _value_type(features: Tensor) -> str:
+    value_type = FLOAT_TYPES.get(features.dtype)
+    if value_type is None:
+        raise ValueError(f"features must be float32, float16 or bfloat16, not {features.dtype}")
+    return value_type
+
+
+def _arguments(**tensors: Tensor) -> list[Tensor]:
+    """Check the arguments of an operation, by name, and return them as contiguous tensors."""
+    features = tensors["features"]
+    instances, _, channels = features.shape
+    shapes = {
+        "features": features.shape,
+        "offset": (channels,),
+        "weight": (-1, channels),
+        "bias": (tensors["weight"].shape[0],),
+        "labels": (instances,),
+    }
+    return [
+        kernel_argument(
+            name, tensor, torch.int64 if name == "labels" else features.dtype, shapes[name]
+        )
+        for name, tensor in tensors.items()
+    ]

@@ -2,12 +2,13 @@
 
 On a GPU, cuDNN or cuBLASLt adds the bias and applies the ReLU before it writes the result.
 `gemm_convolution` also adds a residual map. In torch, these steps would be separate passes over
-memory. The operations have no gradient.
+memory. Only `cudnn_convolution` has a gradient.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,12 @@ from .cublaslt import Algorithm, Product, matrix_product
 from .cudnn import convolve_with_bias
 from .fastest import run_fastest
 from .libraries import UnsupportedError
-from .operation import empty_output, empty_pointwise_output, pointwise_convolution
+from .operation import (
+    convolution_gradients,
+    empty_output,
+    empty_pointwise_output,
+    pointwise_convolution,
+)
 
 
 @torch.library.custom_op("maskrcnn::cudnn_convolution", mutates_args=(), device_types="cpu")
@@ -90,6 +96,22 @@ def _(
     key = "cudnn_convolution", images.dtype, *sizes, relu
     with torch.cuda.device(images.device):
         return run_fastest(key, [by_cudnn, by_torch])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    images, weight, _, *ctx.window, relu = inputs
+    ctx.save_for_backward(images, weight, *([output] if relu else []))
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    images, weight, *outputs = ctx.saved_tensors
+    for output in outputs:
+        grad = torch.ops.aten.threshold_backward(grad, output, 0)
+    gradients = convolution_gradients(ctx, grad, images, weight, *ctx.window)
+    return *gradients, None, None, None, None
+
+
+cudnn_convolution.register_autograd(_backward, setup_context=_setup_context)
 
 
 @torch.library.custom_op("maskrcnn::gemm_convolution", mutates_args=(), device_types="cpu")

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..runtime.arguments import HALF_TYPES
+
 
 @torch.library.custom_op("maskrcnn::convolution_relu", mutates_args=(), device_types="cpu")
 def convolution_relu(
@@ -85,7 +87,7 @@ def _setup_convolution_relu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -
 def _convolution_relu_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     images, weight, output = ctx.saved_tensors
     grad = torch.ops.aten.threshold_backward(grad, output, 0)
-    gradients = _convolution_backward(ctx, grad, images, weight, *ctx.window)
+    gradients = convolution_gradients(ctx, grad, images, weight, *ctx.window)
     return *gradients, grad if ctx.has_residual else None, None, None, None
 
 
@@ -101,7 +103,7 @@ def pointwise_convolution(
     """Compute a 1x1 convolution with N output channels, plus an optional residual map and ReLU.
 
     Args:
-        images: [B, C, H, W]; on a GPU float16 or bfloat16.
+        images: [B, C, H, W].
         weight: [N, C, 1, 1].
         bias: [N].
         residual: [B, N, H', W'], the output's shape, or [B, N, H' / 2, W' / 2], which is upsampled
@@ -112,6 +114,8 @@ def pointwise_convolution(
     Returns:
         [B, N, H', W'], on a GPU channels-last.
     """
+    if images.dtype not in HALF_TYPES:
+        return _pointwise_in_torch(images, weight, bias, residual, stride, relu)
     from .pointwise_kernel import launch_pointwise_convolution
 
     output = empty_pointwise_output(images, weight, stride)
@@ -120,7 +124,7 @@ def pointwise_convolution(
 
 
 @pointwise_convolution.register_kernel("cpu")  # type: ignore[untyped-decorator]
-def _(
+def _pointwise_in_torch(
     images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, stride: int, relu: bool
 ) -> Tensor:
     output = F.conv2d(images, weight, bias, stride)
@@ -140,20 +144,21 @@ def _pointwise_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     for output in outputs:
         grad = torch.ops.aten.threshold_backward(grad, output, 0)
     window = [ctx.stride] * 2, [0, 0], [1, 1]
-    gradients = _convolution_backward(ctx, grad, images, weight, *window)
+    gradients = convolution_gradients(ctx, grad, images, weight, *window)
     residual = None
     if ctx.residual_shape is not None:
         rows, columns = ctx.residual_shape[2:]
         upsampled = grad.shape[2:] != (rows, columns)
-        blocks = grad.reshape(*grad.shape[:2], rows, -1, columns, grad.shape[3] // columns)
-        residual = blocks.sum(dim=(3, 5)) if upsampled else grad
+        # In this order of axes, torch's compiler writes the sum channels-last.
+        blocks = grad.movedim(1, -1).unflatten(2, (columns, -1)).unflatten(1, (rows, -1))
+        residual = blocks.sum(dim=(2, 4)).movedim(-1, 1) if upsampled else grad
     return *gradients, residual, None, None
 
 
 pointwise_convolution.register_autograd(_pointwise_backward, setup_context=_setup_pointwise)
 
 
-def _convolution_backward(
+def convolution_gradients(
     ctx: Any,
     grad: Tensor,
     images: Tensor,

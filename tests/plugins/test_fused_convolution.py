@@ -280,6 +280,22 @@ def test_gradients_of_convolutions(residual: bool, device: str) -> None:
     assert_equal_gradients(fused, separate, shapes, dtype, device)
 
 
+@pytest.mark.parametrize("relu", [False, True])
+def test_gradients_of_cudnn_convolutions(relu: bool, device: str) -> None:
+    dtype = torch.float16 if device == "cuda" else torch.float64
+    window = [2, 1], [1, 1], [1, 1]
+
+    def separate(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        output = F.conv2d(images, weight, bias, *window)
+        return output.relu() if relu else output
+
+    def fused(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return cudnn_convolution(images, weight, bias, *window, relu)
+
+    shapes = [(2, 16, 9, 11), (24, 16, 3, 3), (24,)]
+    assert_equal_gradients(fused, separate, shapes, dtype, device)
+
+
 def assert_equal_gradients(
     fused: Callable[..., Tensor],
     separate: Callable[..., Tensor],

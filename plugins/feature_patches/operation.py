@@ -1,0 +1,181 @@
+"""`maskrcnn::feature_patches`: square patches of feature maps, with gradient.
+
+Contract of all implementations: a patch has 2 * radius + 1 cells per axis around its centre. Cells
+of a patch that are outside of the map are zero. The gradient of a feature map is the sum of the
+gradients of all patches, in float32, or in float64 for float64 features.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..runtime.arguments import FLOAT_TYPES, kernel_argument
+from ..runtime.launching import launch_kernel
+from .kernel import (
+    MAX_LEVELS,
+    feature_patches_backward_kernel,
+    feature_patches_kernel,
+    feature_patches_launch,
+)
+
+_FEATURE_TYPES = {**FLOAT_TYPES, torch.float64: "double"}
+
+
+@torch.library.custom_op("maskrcnn::feature_patches", mutates_args=(), device_types="cpu")
+def feature_patches(features: Sequence[Tensor], centres: Tensor, radius: int) -> Tensor:
+    """Copy S patches per image out of feature maps.
+
+    Args:
+        features: one map [B, C, H_l, W_l] for each of L levels; on a GPU float16, bfloat16, float32
+            or float64.
+        centres: [B, S] int64, indices of the patches' centres. The cells of the maps are numbered
+            by map, row and column: 0 to the sum of H_l * W_l, minus 1.
+        radius: patches have K = 2 * radius + 1 cells per axis.
+
+    Returns:
+        [B, S, K, K, C] of the features' dtype.
+
+    Raises:
+        ValueError: on a GPU: there are more than `MAX_LEVELS` maps, the maps differ in dtype, batch
+            size or channels or have an unsupported dtype, or the centres are not [B, S] int64.
+    """
+    patches = _empty_patches(features, centres, radius)
+    for feature, (image, sample, rows, columns) in _members(features, centres, radius):
+        padded = F.pad(feature, [radius] * 4).movedim(1, -1)
+        cells = image[:, None, None], rows[:, :, None], columns[:, None, :]
+        patches[image, sample] = padded[cells]
+    return patches
+
+
+@feature_patches.register_fake
+def _(features: Sequence[Tensor], centres: Tensor, radius: int) -> Tensor:
+    return _empty_patches(features, centres, radius)
+
+
+@feature_patches.register_kernel("cuda")
+def _(features: Sequence[Tensor], centres: Tensor, radius: int) -> Tensor:
+    _check_features(features)
+    patches = _empty_patches(features, centres, radius)
+    dtype, channels = features[0].dtype, features[0].shape[1]
+    maps = [kernel_argument("features", f.movedim(1, -1), dtype, (-1,) * 4) for f in features]
+    kernel = feature_patches_kernel(_FEATURE_TYPES[dtype], len(features), radius, channels)
+    launch = _launch(features, centres, radius)
+    launch_kernel(kernel, launch, [*maps, _centres_argument(features, centres)], [patches])
+    return patches
+
+
+@torch.library.custom_op("maskrcnn::feature_patches_backward", mutates_args=(), device_types="cpu")
+def feature_patches_backward(
+    grad: Tensor, features: Sequence[Tensor], centres: Tensor, radius: int
+) -> list[Tensor]:
+    """Return the gradient of each feature map, [B, C, H_l, W_l].
+
+    `grad` is the gradient of the patches, [B, S, K, K, C]. The other arguments are those of
+    `feature_patches`.
+    """
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    gradients = _zero_gradients(features)
+    members = _members(features, centres, radius)
+    for gradient, (_, (image, sample, rows, columns)) in zip(gradients, members, strict=True):
+        padded = F.pad(gradient.to(dtype), [radius] * 4).movedim(1, -1)
+        cells = image[:, None, None], rows[:, :, None], columns[:, None, :]
+        padded.index_put_(cells, grad[image, sample].to(dtype), accumulate=True)
+        gradient.copy_(F.pad(padded.movedim(-1, 1), [-radius] * 4))
+    return gradients
+
+
+@feature_patches_backward.register_fake
+def _(grad: Tensor, features: Sequence[Tensor], centres: Tensor, radius: int) -> list[Tensor]:
+    return _zero_gradients(features)
+
+
+@feature_patches_backward.register_kernel("cuda")
+def _(grad: Tensor, features: Sequence[Tensor], centres: Tensor, radius: int) -> list[Tensor]:
+    _check_features(features)
+    dtype, channels = features[0].dtype, features[0].shape[1]
+    shape = (*centres.shape, *[2 * radius + 1] * 2, channels)
+    grad = kernel_argument("grad", grad, dtype, shape)
+    kernel = feature_patches_backward_kernel(_FEATURE_TYPES[dtype], len(features), radius, channels)
+    launch = _launch(features, centres, radius)
+    by_pixel = [feature.new_zeros(feature.movedim(1, -1).shape) for feature in features]
+    launch_kernel(kernel, launch, [grad, _centres_argument(features, centres)], by_pixel)
+    gradients = zip(features, (x.movedim(-1, 1) for x in by_pixel), strict=True)
+    return [g if _is_channels_last(f) else g.contiguous() for f, g in gradients]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    features, centres, ctx.radius = inputs
+    ctx.save_for_backward(centres, *features)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    centres, *features = ctx.saved_tensors
+    return feature_patches_backward(grad, features, centres, ctx.radius), None, None
+
+
+feature_patches.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _members(
+    features: Sequence[Tensor], centres: Tensor, radius: int
+) -> list[tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]]:
+    """Return each feature map, with the indices of the patches that it contains.
+
+    The indices of N patches are the image [N], the patch in the image [N], and the rows [N, K] and
+    columns [N, K] of its cells in the map with `radius` cells of padding on each side.
+    """
+    members = []
+    offsets = torch.arange(2 * radius + 1, device=centres.device)
+    for feature in features:
+        height, width = feature.shape[2:]
+        image, sample = ((centres >= 0) & (centres < height * width)).nonzero(as_tuple=True)
+        cell = centres[image, sample][:, None]
+        members.append((feature, (image, sample, cell // width + offsets, cell % width + offsets)))
+        centres = centres - height * width
+    return members
+
+
+def _empty_patches(features: Sequence[Tensor], centres: Tensor, radius: int) -> Tensor:
+    sides = [2 * radius + 1] * 2
+    return features[0].new_empty(*centres.shape, *sides, features[0].shape[1])
+
+
+def _zero_gradients(features: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        feature.new_zeros(feature.movedim(1, -1).shape).movedim(-1, 1)
+        if _is_channels_last(feature)
+        else feature.new_zeros(feature.shape)
+        for feature in features
+    ]
+
+
+def _is_channels_last(feature: Tensor) -> bool:
+    return feature.stride(1) == 1
+
+
+def _launch(features: Sequence[Tensor], centres: Tensor, radius: int) -> Any:
+    channels, sizes = features[0].shape[1], [(f.shape[2], f.shape[3]) for f in features]
+    return feature_patches_launch(*centres.shape, radius, channels, sizes)
+
+
+def _centres_argument(features: Sequence[Tensor], centres: Tensor) -> Tensor:
+    return kernel_argument("centres", centres, torch.int64, (features[0].shape[0], -1))
+
+
+def _check_features(features: Sequence[Tensor]) -> None:
+    """Raise ValueError if the kernels do not support the features."""
+    first = features[0]
+    if not 1 <= len(features) <= MAX_LEVELS:
+        raise ValueError(f"feature_patches takes 1 to {MAX_LEVELS} maps, not {len(features)}")
+    if first.dtype not in _FEATURE_TYPES:
+        supported = " or ".join(map(str, _FEATURE_TYPES))
+        raise ValueError(f"features must be {supported}, not {first.dtype}")
+    for feature in features:
+        if feature.dtype != first.dtype or feature.shape[:2] != first.shape[:2]:
+            raise ValueError(
+                "features must have the same dtype, batch size and number of channels, not "
+                f"{feature.dtype} {list(feature.shape)} and {first.dtype} {list(first.shape)}"
+            )
