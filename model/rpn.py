@@ -167,7 +167,7 @@ class RegionProposalNetwork(nn.Module):
                 is computed for the surroundings of these anchors only.
         """
         per_cell, depth = self.cell_anchors.shape[1], len(self.head.conv)
-        cells, shapes = indices // per_cell, (indices % per_cell).flatten()
+        cells, shapes = indices // per_cell, indices % per_cell
         hidden = feature_patches(features, cells, depth)
         for radius, (conv, _) in zip(reversed(range(depth)), self.head.conv, strict=True):
             # A 3x3 convolution without padding, as a matrix product. The windows [B, S, N, N, 3, 3,
@@ -181,15 +181,17 @@ class RegionProposalNetwork(nn.Module):
                 # The next convolution pads the map with zeros.
                 inside = [f.new_ones(f.shape[0], 1, *f.shape[2:]) for f in features]
                 hidden = hidden * feature_patches(inside, cells, radius)
-        hidden = hidden.flatten(0, 3)
-        rows = torch.arange(len(shapes), device=shapes.device)
         logits, deltas = (
-            F.linear(hidden, layer.weight.flatten(1), layer.bias)
-            .unflatten(1, (per_cell, -1))[rows, shapes]
-            .float()
-            for layer in (self.head.cls_logits, self.head.bbox_pred)
+            torch.take_along_dim(
+                F.linear(hidden, layer.weight.flatten(1), layer.bias)
+                .float()
+                .view(*indices.shape, per_cell, values),
+                shapes[..., None, None],
+                dim=2,
+            )[:, :, 0]
+            for layer, values in ((self.head.cls_logits, 1), (self.head.bbox_pred, 4))
         )
-        return logits.view(indices.shape), deltas.view(*indices.shape, 4)
+        return logits[..., 0], deltas
 
 
 def _by_anchor(output: Tensor, values: int) -> Tensor:

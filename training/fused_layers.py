@@ -53,13 +53,12 @@ def _replace(module: nn.Module, name: str, fused: Callable[..., Any]) -> None:
     setattr(module, name, partial(fused, module))
 
 
-def _dtype_of(layer: nn.Module) -> torch.dtype:
+def _dtype_of(layer: nn.Conv2d) -> torch.dtype:
     """Return the dtype in which a layer computes: that of autocast, or of its weight."""
-    weight: Tensor = layer.weight
-    device = weight.device.type
+    device = layer.weight.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    return weight.dtype
+    return layer.weight.dtype
 
 
 def _kinds(module: nn.Sequential) -> list[type[nn.Module]]:
@@ -99,9 +98,7 @@ def _merge(pyramid: FeaturePyramid, features: Tensor, coarse: Tensor, index: int
     return _convolution(features, lateral, residual=coarse, relu=False)
 
 
-def _rpn_head(
-    head: RPNHead, features: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
+def _rpn_head(head: RPNHead, features: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     parts = head.cls_logits, head.bbox_pred
     weight, bias = (torch.cat([getattr(x, name) for x in parts]) for name in ("weight", "bias"))
     outputs = []
@@ -118,10 +115,11 @@ def _mask_predictor(predictor: MaskPredictor, features: Tensor, labels: Tensor) 
     # The transposed convolution writes 2 x 2 pixels per cell, so it is a matrix product over the
     # cells. Only the logits are brought into the order of the pixels.
     upsampling, last = predictor.conv5_mask, predictor.mask_fcn_logits
-    assert upsampling.bias is not None and last.bias is not None
+    assert upsampling.bias is not None
+    assert last.bias is not None
     kernel = upsampling.weight.permute(2, 3, 1, 0).flatten(0, 2)
     cells = F.linear(features.permute(0, 2, 3, 1), kernel)
-    pixels = cells.view(len(cells), -1, len(upsampling.bias))
+    pixels = torch.unflatten(cells, 3, (-1, len(upsampling.bias))).flatten(1, 3)
     offset, weight, bias = (
         x.to(cells.dtype) for x in (upsampling.bias, last.weight.flatten(1), last.bias)
     )

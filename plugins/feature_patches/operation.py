@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..runtime.arguments import FLOAT_TYPES, kernel_argument
+from ..runtime.compilation import Launch
 from ..runtime.launching import launch_kernel
 from .kernel import (
     MAX_LEVELS,
@@ -156,9 +157,10 @@ def _is_channels_last(feature: Tensor) -> bool:
     return feature.stride(1) == 1
 
 
-def _launch(features: Sequence[Tensor], centres: Tensor, radius: int) -> Any:
-    channels, sizes = features[0].shape[1], [(f.shape[2], f.shape[3]) for f in features]
-    return feature_patches_launch(*centres.shape, radius, channels, sizes)
+def _launch(features: Sequence[Tensor], centres: Tensor, radius: int) -> Launch:
+    (batch, patches), channels = centres.shape, features[0].shape[1]
+    sizes = [(feature.shape[2], feature.shape[3]) for feature in features]
+    return feature_patches_launch(batch, patches, radius, channels, sizes)
 
 
 def _centres_argument(features: Sequence[Tensor], centres: Tensor) -> Tensor:

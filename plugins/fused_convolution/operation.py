@@ -115,7 +115,8 @@ def pointwise_convolution(
         [B, N, H', W'], on a GPU channels-last.
     """
     if images.dtype not in HALF_TYPES:
-        return _pointwise_in_torch(images, weight, bias, residual, stride, relu)
+        in_torch: Tensor = _pointwise_in_torch(images, weight, bias, residual, stride, relu)
+        return in_torch
     from .pointwise_kernel import launch_pointwise_convolution
 
     output = empty_pointwise_output(images, weight, stride)
@@ -150,7 +151,8 @@ def _pointwise_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, columns = ctx.residual_shape[2:]
         upsampled = grad.shape[2:] != (rows, columns)
         # In this order of axes, torch's compiler writes the sum channels-last.
-        blocks = grad.movedim(1, -1).unflatten(2, (columns, -1)).unflatten(1, (rows, -1))
+        by_pixel = grad.movedim(1, -1)
+        blocks = torch.unflatten(torch.unflatten(by_pixel, 2, (columns, -1)), 1, (rows, -1))
         residual = blocks.sum(dim=(2, 4)).movedim(-1, 1) if upsampled else grad
     return *gradients, residual, None, None
 

@@ -69,7 +69,7 @@ def test_gradients_are_added_in_float32(dtype: torch.dtype, device: str) -> None
     (feature,) = features = [x.to(device).requires_grad_() for x in pyramid(1, 8, dtype, levels=1)]
     centres = torch.full((1, 64), 20, device=device)
     patches = feature_patches(features, centres, 0)
-    weights = torch.full_like(patches, 0.5 ** 9)
+    weights = torch.full_like(patches, 0.5**9)
     weights[:, 0] = 1
     (patches * weights).sum().backward()
     assert feature.grad.dtype == dtype
