@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -31,8 +31,10 @@ def exit_on_signals() -> Iterator[Callable[[], None]]:
 
     is_exiting = False
 
-    def exit_process(number: int, _: object) -> NoReturn:
+    def exit_process(number: int, _: object) -> None:
         nonlocal is_exiting
+        if is_exiting:  # a second signal arrived before it was ignored
+            return
         is_exiting = True
         handle_with(signal.SIG_IGN)  # `timeout` and shells repeat a signal
         sys.exit(128 + number)

@@ -44,10 +44,11 @@ def feature_patches(features: Sequence[Tensor], centres: Tensor, radius: int) ->
             size or channels or have an unsupported dtype, or the centres are not [B, S] int64.
     """
     patches = _empty_patches(features, centres, radius)
-    for feature, (image, sample, rows, columns) in _members(features, centres, radius):
+    for feature, (image, sample, cells) in zip(
+        features, _members(features, centres, radius), strict=True
+    ):
         padded = F.pad(feature, [radius] * 4).movedim(1, -1)
-        cells = image[:, None, None], rows[:, :, None], columns[:, None, :]
-        patches[image, sample] = padded[cells]
+        patches[image, sample] = padded.flatten(0, 2)[cells]
     return patches
 
 
@@ -80,11 +81,16 @@ def feature_patches_backward(
     dtype = torch.promote_types(grad.dtype, torch.float32)
     gradients = _zero_gradients(features)
     members = _members(features, centres, radius)
-    for gradient, (_, (image, sample, rows, columns)) in zip(gradients, members, strict=True):
-        padded = F.pad(gradient.to(dtype), [radius] * 4).movedim(1, -1)
-        cells = image[:, None, None], rows[:, :, None], columns[:, None, :]
-        padded.index_put_(cells, grad[image, sample].to(dtype), accumulate=True)
-        gradient.copy_(F.pad(padded.movedim(-1, 1), [-radius] * 4))
+    for gradient, (image, sample, cells) in zip(gradients, members, strict=True):
+        batch, channels, height, width = gradient.shape
+        padded = grad.new_zeros(
+            batch, height + 2 * radius, width + 2 * radius, channels, dtype=dtype
+        )
+        rows = grad[image, sample].to(dtype).flatten(0, 2)
+        # Unlike `index_put_`, `scatter_add_` adds in a fixed order.
+        padded.flatten(0, 2).scatter_add_(0, cells.flatten()[:, None].expand_as(rows), rows)
+        inner = padded[:, radius : radius + height, radius : radius + width]
+        gradient.copy_(inner.movedim(-1, 1))
     return gradients
 
 
@@ -122,11 +128,12 @@ feature_patches.register_autograd(_backward, setup_context=_setup_context)
 
 def _members(
     features: Sequence[Tensor], centres: Tensor, radius: int
-) -> list[tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]]:
-    """Return each feature map, with the indices of the patches that it contains.
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return indices of the patches in each feature map.
 
-    The indices of N patches are the image [N], the patch in the image [N], and the rows [N, K] and
-    columns [N, K] of its cells in the map with `radius` cells of padding on each side.
+    The indices of N patches are the image [N], the patch in the image [N], and the patch's cells
+    [N, K, K]. Cells are numbered by image, row and column of the map with `radius` cells of padding
+    on each side.
     """
     members = []
     offsets = torch.arange(2 * radius + 1, device=centres.device)
@@ -134,7 +141,10 @@ def _members(
         height, width = feature.shape[2:]
         image, sample = ((centres >= 0) & (centres < height * width)).nonzero(as_tuple=True)
         cell = centres[image, sample][:, None]
-        members.append((feature, (image, sample, cell // width + offsets, cell % width + offsets)))
+        rows = image[:, None] * (height + 2 * radius) + cell // width + offsets
+        columns = cell % width + offsets
+        cells = rows[:, :, None] * (width + 2 * radius) + columns[:, None]
+        members.append((image, sample, cells))
         centres = centres - height * width
     return members
 
