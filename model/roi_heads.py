@@ -78,15 +78,18 @@ class MaskPredictor(nn.Module):
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """Return mask logits [K, 2P, 2P] of K RoIs with features [K, C, P, P] and labels [K]."""
         features = F.relu(self.conv5_mask(features))
-        weight, bias = (parameter[labels] for parameter in self.mask_fcn_logits.parameters())
+        # Unlike the gradient of an index, that of `embedding` is added in a fixed order on a CPU.
+        weight, bias = (
+            F.embedding(labels, parameter.view(len(parameter), -1))[:, None]
+            for parameter in self.mask_fcn_logits.parameters()
+        )
         # Compute one matrix product per RoI. The order of the factors is such that the gradient has
         # the memory layout of the features.
         if features.is_contiguous():
-            weight, cells = weight[:, :, 0].mT, features.flatten(2)
-            logits = torch.baddbmm(bias[:, None, None], weight, cells)
+            logits = torch.baddbmm(bias, weight, features.flatten(2))
         else:  # channels-last
             cells = features.permute(0, 2, 3, 1).flatten(1, 2)
-            logits = torch.baddbmm(bias[:, None, None], cells, weight[:, :, 0])
+            logits = torch.baddbmm(bias, cells, weight.mT)
         return logits.view(-1, *features.shape[2:])
 
 

@@ -9,6 +9,7 @@ from small_models import assert_same
 from torch import Tensor
 
 from maskrcnn_trt.model.checkpoint import load_checkpoint
+from maskrcnn_trt.model.config.schema import BackboneConfig, ModelConfig, RoiConfig
 from maskrcnn_trt.model.mask_rcnn import BatchDetections, MaskRCNN
 from maskrcnn_trt.model.targets import Targets
 
@@ -137,6 +138,31 @@ def test_losses_of_an_image_do_not_depend_on_its_neighbours(model: MaskRCNN) -> 
     ]
     for together, parts in zip(whole, zip(*alone, strict=True), strict=True):
         torch.testing.assert_close(together, sum(parts), atol=1e-3, rtol=1e-4)
+
+
+def test_gradients_are_reproducible_with_several_threads() -> None:
+    """Of a whole model, whose gradients are large enough for PyTorch to use several threads."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        num_classes=3,
+        backbone=BackboneConfig(name="resnet10"),
+        roi=RoiConfig(mask_head_depth=1, box_head_dim=64, mask_pool=7),
+    )
+    model = MaskRCNN(config).train()
+    batch = image_batch(), SIZES, ground_truth((4, 2, 3)), torch.arange(3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first, second = (
+            torch.autograd.grad(
+                model.losses(*batch).means().sum(),
+                [x for x in model.parameters() if x.requires_grad],
+            )
+            for _ in range(2)
+        )
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, first, second))
 
 
 def test_losses_need_seeds(model: MaskRCNN) -> None:
