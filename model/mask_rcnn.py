@@ -87,8 +87,6 @@ class MaskRCNN(nn.Module):
         """Return the sums and counts of a batch's losses. The arguments are those of `forward`."""
         features = self._features(images, image_sizes)
         size = images.shape[2], images.shape[3]
-        # This must precede the code without gradients: the first use of a weight under autocast
-        # caches its rounded copy, which has no gradient if gradients are disabled.
         objectness, rpn_regression, num_anchors = self.rpn.losses(features, size, targets, seeds)
         with torch.no_grad():
             proposals = self.rpn.propose(self.rpn(features, size), image_sizes)

@@ -166,27 +166,26 @@ class RegionProposalNetwork(nn.Module):
             logits [B, S] and deltas [B, S, 4], as in `RpnOutputs`. The gradient of the feature maps
                 is computed for the surroundings of these anchors only.
         """
-        per_cell, depth = self.cell_anchors.shape[1], len(self.head.conv)
-        cells, shapes = indices // per_cell, indices % per_cell
-        hidden = feature_patches(features, cells, depth)
-        for radius, (conv, _) in zip(reversed(range(depth)), self.head.conv, strict=True):
-            # A 3x3 convolution without padding, as a matrix product. The windows [B, S, N, N, 3, 3,
-            # C] are the inputs of the N = 2 * radius + 1 cells per axis.
-            windows = hidden[:, :, None, None]
-            if radius > 0:
-                windows = hidden.unfold(2, 3, 1).unfold(3, 3, 1).movedim(4, -1)
-            kernel = conv.weight.permute(0, 2, 3, 1).flatten(1)
-            hidden = F.linear(windows.flatten(4), kernel, conv.bias).relu()
-            if radius > 0:
-                # The next convolution pads the map with zeros.
-                inside = [f.new_ones(f.shape[0], 1, *f.shape[2:]) for f in features]
-                hidden = hidden * feature_patches(inside, cells, radius)
+        per_cell, batch = self.cell_anchors.shape[1], indices.shape
+        cells, kinds = indices // per_cell, indices % per_cell
+        *early, (last, _) = self.head.conv
+        hidden = feature_patches(features, cells, len(early) + 1)
+        for radius, (conv, _) in zip(range(len(early), 0, -1), early, strict=True):
+            maps = hidden.flatten(0, 1).movedim(-1, 1)
+            maps = F.conv2d(maps, conv.weight, conv.bias).relu()
+            hidden = torch.unflatten(maps.movedim(1, -1), 0, batch)
+            # The next convolution pads the feature map with zeros.
+            inside = [feature.new_ones(len(feature), 1, *feature.shape[2:]) for feature in features]
+            hidden = hidden * feature_patches(inside, cells, radius)
+        # The last convolution has one output cell, so it is a matrix product.
+        kernel = last.weight.permute(0, 2, 3, 1).flatten(1)
+        hidden = F.linear(hidden.flatten(2), kernel, last.bias).relu()
         logits, deltas = (
             torch.take_along_dim(
                 F.linear(hidden, layer.weight.flatten(1), layer.bias)
                 .float()
-                .view(*indices.shape, per_cell, values),
-                shapes[..., None, None],
+                .view(*batch, per_cell, values),
+                kinds[..., None, None],
                 dim=2,
             )[:, :, 0]
             for layer, values in ((self.head.cls_logits, 1), (self.head.bbox_pred, 4))

@@ -109,7 +109,8 @@ class CompiledLosses:
             logger.warning("%s; training goes on without compilation, which is slower", problem)
             self._losses, self._graphs = self._eager, False
             return self._eager(images, image_sizes, targets, seeds)
-        # While convolutions were measured, torch reserved memory that only they could use.
+        # `cudnn_convolution` has measured its implementations in CUDA graphs. Release the memory
+        # that torch reserved for these graphs.
         torch.cuda.empty_cache()
         logger.info("compiled the training step in %.0f s", time.perf_counter() - start)
         return losses

@@ -1,4 +1,4 @@
-"""Fuse batch norms, shortcuts and ReLUs into convolutions, for training on a GPU."""
+"""Fuse layers of a model, for training on a GPU."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,8 +28,10 @@ _WITHOUT_NORM: tuple[list[type[nn.Module]], ...] = [nn.Conv2d], [nn.Conv2d, nn.R
 
 
 def fuse_layers(model: MaskRCNN) -> None:
-    """Fuse frozen batch norms, shortcuts and ReLUs into the convolutions of a model, in place.
+    """Fuse layers of a model in place.
 
+    Frozen batch norms, shortcuts and ReLUs are computed together with the convolution before them.
+    One convolution computes the RPN's logits and deltas. The mask predictor has kernels of its own.
     Fusion saves memory traffic on a GPU. Parameters and their names stay the same. Results differ
     by rounding only.
     """
@@ -100,12 +102,14 @@ def _merge(pyramid: FeaturePyramid, features: Tensor, coarse: Tensor, index: int
 
 def _rpn_head(head: RPNHead, features: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     parts = head.cls_logits, head.bbox_pred
-    weight, bias = (torch.cat([getattr(x, name) for x in parts]) for name in ("weight", "bias"))
-    outputs = []
-    for feature in features:
-        hidden = head.conv(feature)
-        rounded = weight.to(hidden.dtype), bias.to(hidden.dtype)
-        outputs.append(pointwise_convolution(hidden, *rounded, None, 1, False))
+    dtype = _dtype_of(head.cls_logits)
+    weight, bias = (
+        torch.cat([getattr(part, name) for part in parts]).to(dtype) for name in ("weight", "bias")
+    )
+    outputs = [
+        pointwise_convolution(head.conv(feature), weight, bias, None, 1, False)
+        for feature in features
+    ]
     counts = [part.out_channels for part in parts]
     logits, deltas = zip(*(x.split(counts, dim=1) for x in outputs), strict=True)
     return list(logits), list(deltas)
@@ -142,12 +146,11 @@ def _convolution(
     else:
         weight, bias = _folded(conv, norm)
     images, kernel, offset = (x.to(dtype) for x in (features, weight, bias))
+    window = [list(x) for x in (conv.stride, conv.padding, conv.dilation)]
     output: Tensor
     if conv.kernel_size == (1, 1) and (residual is not None or not relu):
         output = pointwise_convolution(images, kernel, offset, residual, conv.stride[0], relu)
-        return output
-    window = (list(x) for x in (conv.stride, conv.padding, conv.dilation))
-    if relu:
+    elif relu:
         output = convolution_relu(images, kernel, offset, residual, *window)
     else:
         output = cudnn_convolution(images, kernel, offset, *window, False)

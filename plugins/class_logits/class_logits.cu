@@ -39,6 +39,9 @@ __device__ Channels channels_of(const VALUE* row) {
     return channels;
 }
 
+// Unlike fmaxf, this keeps NaN, as torch does.
+__device__ float relu(float value) { return value < 0.f ? 0.f : value; }
+
 template <bool WITH_RELU>
 __device__ void compute_logits(const VALUE* features, const VALUE* offset, const VALUE* weight,
                                const VALUE* bias, const long long* labels, int cells,
@@ -60,7 +63,7 @@ __device__ void compute_logits(const VALUE* features, const VALUE* offset, const
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 float value = own.values[step][v];
-                if (WITH_RELU) value = fmaxf(value + offsets.values[step][v], 0.f);
+                if (WITH_RELU) value = relu(value + offsets.values[step][v]);
                 sum += factors.values[step][v] * value;
             }
         }
@@ -129,8 +132,8 @@ relu_class_logits_backward(const VALUE* __restrict__ gradient, const VALUE* __re
 #pragma unroll
             for (int v = 0; v < VECTOR; ++v) {
                 const float value = values.values[step][v] + offsets.values[step][v];
-                const float share = value > 0.f ? own * factors.values[step][v] : 0.f;
-                weighted_sum.values[step][v] += own * fmaxf(value, 0.f);
+                const float share = value <= 0.f ? 0.f : own * factors.values[step][v];
+                weighted_sum.values[step][v] += own * relu(value);
                 gradient_sum.values[step][v] += share;
                 narrow(share, results.values[v]);
             }

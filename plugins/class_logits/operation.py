@@ -1,7 +1,8 @@
 """`maskrcnn::class_logits`, `relu_class_logits`: mask logits of each instance, for its class only.
 
 Contract of all implementations: products and sums are float32, and the logit, including the bias,
-is rounded once to the dtype of the features. The same holds for gradients.
+is rounded once to the dtype of the features. The same holds for gradients. If torch may use TF32 in
+matrix products, the gradients of weight and bias are sums of values rounded to TF32.
 """
 
 from typing import Any
@@ -104,7 +105,7 @@ def relu_class_logits_backward(
     """
     shifted = features.float() + offset.float()
     grad = grad.float()[:, :, None]
-    own = torch.where(shifted > 0, grad * weight[labels].float()[:, None], 0)
+    own = torch.where(shifted <= 0, 0, grad * weight[labels].float()[:, None])
     return own.to(features.dtype), (grad * shifted.relu()).sum(dim=1), own.sum(dim=1)
 
 
@@ -139,9 +140,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     features, offset, weight, labels = ctx.saved_tensors
     gradient, weighted, sums = relu_class_logits_backward(grad, features, offset, weight, labels)
-    # A matrix product, because `index_add` on a GPU adds in no fixed order.
+    # Compute matrix products, because `index_add` on a GPU adds in no fixed order.
     is_class = (labels == torch.arange(len(weight), device=labels.device)[:, None]).float()
-    weight_gradient, bias_gradient = is_class @ weighted, is_class @ grad.float().sum(dim=1)
+    # A compiled backward pass is traced under the autocast of the forward pass.
+    with torch.autocast(labels.device.type, enabled=False):
+        weight_gradient = is_class @ weighted
+        bias_gradient = is_class @ grad.float().sum(dim=1)
     parameters = sums.sum(dim=0), weight_gradient, bias_gradient
     return gradient, *(x.to(features.dtype) for x in parameters), None
 
@@ -150,8 +154,9 @@ relu_class_logits.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _logits(activated: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    products = activated @ weight[labels].float()[:, :, None]
-    return products[..., 0] + bias[labels].float()[:, None]
+    # Not a matrix product, whose inputs autocast would round.
+    products = activated * weight[labels].float()[:, None]
+    return products.sum(dim=2) + bias[labels].float()[:, None]
 
 
 def _empty_gradients(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 Contract of all implementations: a patch has 2 * radius + 1 cells per axis around its centre. Cells
 of a patch that are outside of the map are zero. The gradient of a feature map is the sum of the
-gradients of all patches, in float32, or in float64 for float64 features.
+gradients of all patches, in float32, or in float64 for float64 features. It is rounded once to the
+dtype of the features.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..runtime.arguments import FLOAT_TYPES, kernel_argument
+from ..runtime.arguments import kernel_argument
 from ..runtime.compilation import Launch
+from ..runtime.feature_maps import (
+    FEATURE_TYPES,
+    check_features,
+    empty_like_features,
+    in_layout_of,
+    map_sizes,
+)
 from ..runtime.launching import launch_kernel
 from .kernel import (
     MAX_LEVELS,
@@ -21,8 +29,6 @@ from .kernel import (
     feature_patches_kernel,
     feature_patches_launch,
 )
-
-_FEATURE_TYPES = {**FLOAT_TYPES, torch.float64: "double"}
 
 
 @torch.library.custom_op("maskrcnn::feature_patches", mutates_args=(), device_types="cpu")
@@ -32,8 +38,9 @@ def feature_patches(features: Sequence[Tensor], centres: Tensor, radius: int) ->
     Args:
         features: one map [B, C, H_l, W_l] for each of L levels; on a GPU float16, bfloat16, float32
             or float64.
-        centres: [B, S] int64, indices of the patches' centres. The cells of the maps are numbered
-            by map, row and column: 0 to the sum of H_l * W_l, minus 1.
+        centres: [B, S] int64, indices of the patches' centres, from 0 to N - 1. N is the number of
+            cells of all maps. The cells are numbered by map, row and column. A patch with another
+            index is undefined.
         radius: patches have K = 2 * radius + 1 cells per axis.
 
     Returns:
@@ -59,11 +66,11 @@ def _(features: Sequence[Tensor], centres: Tensor, radius: int) -> Tensor:
 
 @feature_patches.register_kernel("cuda")
 def _(features: Sequence[Tensor], centres: Tensor, radius: int) -> Tensor:
-    _check_features(features)
+    _check(features)
     patches = _empty_patches(features, centres, radius)
     dtype, channels = features[0].dtype, features[0].shape[1]
     maps = [kernel_argument("features", f.movedim(1, -1), dtype, (-1,) * 4) for f in features]
-    kernel = feature_patches_kernel(_FEATURE_TYPES[dtype], len(features), radius, channels)
+    kernel = feature_patches_kernel(FEATURE_TYPES[dtype], len(features), radius, channels)
     launch = _launch(features, centres, radius)
     launch_kernel(kernel, launch, [*maps, _centres_argument(features, centres)], [patches])
     return patches
@@ -79,7 +86,7 @@ def feature_patches_backward(
     `feature_patches`.
     """
     dtype = torch.promote_types(grad.dtype, torch.float32)
-    gradients = _zero_gradients(features)
+    gradients = empty_like_features(features)
     members = _members(features, centres, radius)
     for gradient, (image, sample, cells) in zip(gradients, members, strict=True):
         batch, channels, height, width = gradient.shape
@@ -96,21 +103,20 @@ def feature_patches_backward(
 
 @feature_patches_backward.register_fake
 def _(grad: Tensor, features: Sequence[Tensor], centres: Tensor, radius: int) -> list[Tensor]:
-    return _zero_gradients(features)
+    return empty_like_features(features)
 
 
 @feature_patches_backward.register_kernel("cuda")
 def _(grad: Tensor, features: Sequence[Tensor], centres: Tensor, radius: int) -> list[Tensor]:
-    _check_features(features)
+    _check(features)
     dtype, channels = features[0].dtype, features[0].shape[1]
     shape = (*centres.shape, *[2 * radius + 1] * 2, channels)
     grad = kernel_argument("grad", grad, dtype, shape)
-    kernel = feature_patches_backward_kernel(_FEATURE_TYPES[dtype], len(features), radius, channels)
+    kernel = feature_patches_backward_kernel(FEATURE_TYPES[dtype], len(features), radius, channels)
     launch = _launch(features, centres, radius)
     by_pixel = [feature.new_zeros(feature.movedim(1, -1).shape) for feature in features]
     launch_kernel(kernel, launch, [grad, _centres_argument(features, centres)], by_pixel)
-    gradients = zip(features, (x.movedim(-1, 1) for x in by_pixel), strict=True)
-    return [g if _is_channels_last(f) else g.contiguous() for f, g in gradients]
+    return in_layout_of(by_pixel, features)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -154,40 +160,17 @@ def _empty_patches(features: Sequence[Tensor], centres: Tensor, radius: int) -> 
     return features[0].new_empty(*centres.shape, *sides, features[0].shape[1])
 
 
-def _zero_gradients(features: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        feature.new_zeros(feature.movedim(1, -1).shape).movedim(-1, 1)
-        if _is_channels_last(feature)
-        else feature.new_zeros(feature.shape)
-        for feature in features
-    ]
-
-
-def _is_channels_last(feature: Tensor) -> bool:
-    return feature.stride(1) == 1
-
-
 def _launch(features: Sequence[Tensor], centres: Tensor, radius: int) -> Launch:
     (batch, patches), channels = centres.shape, features[0].shape[1]
-    sizes = [(feature.shape[2], feature.shape[3]) for feature in features]
-    return feature_patches_launch(batch, patches, radius, channels, sizes)
+    return feature_patches_launch(batch, patches, radius, channels, map_sizes(features))
 
 
 def _centres_argument(features: Sequence[Tensor], centres: Tensor) -> Tensor:
     return kernel_argument("centres", centres, torch.int64, (features[0].shape[0], -1))
 
 
-def _check_features(features: Sequence[Tensor]) -> None:
+def _check(features: Sequence[Tensor]) -> None:
     """Raise ValueError if the kernels do not support the features."""
-    first = features[0]
     if not 1 <= len(features) <= MAX_LEVELS:
         raise ValueError(f"feature_patches takes 1 to {MAX_LEVELS} maps, not {len(features)}")
-    if first.dtype not in _FEATURE_TYPES:
-        supported = " or ".join(map(str, _FEATURE_TYPES))
-        raise ValueError(f"features must be {supported}, not {first.dtype}")
-    for feature in features:
-        if feature.dtype != first.dtype or feature.shape[:2] != first.shape[:2]:
-            raise ValueError(
-                "features must have the same dtype, batch size and number of channels, not "
-                f"{feature.dtype} {list(feature.shape)} and {first.dtype} {list(first.shape)}"
-            )
+    check_features(features)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..runtime.arguments import HALF_TYPES
 from .cublaslt import Algorithm, Product, matrix_product
 from .cudnn import convolve_with_bias
 from .fastest import run_fastest
@@ -38,8 +39,11 @@ def cudnn_convolution(
 ) -> Tensor:
     """Compute `conv2d(images)` with N output channels, plus an optional ReLU.
 
+    On a GPU, the first call with new shapes measures two implementations for float16 and bfloat16,
+    and the faster one is used. For other types, the bias is a separate pass if there is no ReLU.
+
     Args:
-        images: [B, C, H, W]; on a GPU float16 or bfloat16.
+        images: [B, C, H, W].
         weight: [N, C, K, K], kernels of K x K.
         bias: [N].
         stride: vertical and horizontal stride.
@@ -92,6 +96,8 @@ def _(
             return torch.cudnn_convolution_relu(images, weight, bias, *window, 1)
         return F.conv2d(images, weight, bias, *window)
 
+    if images.dtype not in HALF_TYPES:
+        return by_torch()
     sizes = tuple(images.shape), tuple(weight.shape), *map(tuple, window)
     key = "cudnn_convolution", images.dtype, *sizes, relu
     with torch.cuda.device(images.device):

@@ -4,7 +4,8 @@ Both can add a residual map before they write the result. `convolution_relu` alw
 `pointwise_convolution` only on request. Fusing these steps saves memory traffic.
 """
 
-# On a GPU, cuDNN computes `convolution_relu`, and a Triton kernel computes `pointwise_convolution`.
+# On a GPU, cuDNN computes `convolution_relu`. For float16 and bfloat16, a Triton kernel computes
+# `pointwise_convolution`.
 # cuDNN cannot add a residual map of half the output's size, and takes long to select an algorithm
 # that adds a map of the output's size.
 
@@ -112,7 +113,7 @@ def pointwise_convolution(
         relu: whether to apply a ReLU.
 
     Returns:
-        [B, N, H', W'], on a GPU channels-last.
+        [B, N, H', W'], on a GPU channels-last for float16 and bfloat16.
     """
     if images.dtype not in HALF_TYPES:
         in_torch: Tensor = _pointwise_in_torch(images, weight, bias, residual, stride, relu)

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 from torchvision.ops import roi_align
 
-from ..runtime.arguments import FLOAT_TYPES, kernel_argument
+from ..runtime.arguments import kernel_argument
+from ..runtime.feature_maps import (
+    FEATURE_TYPES,
+    check_features,
+    empty_like_features,
+    in_layout_of,
+    is_channels_last,
+    map_sizes,
+)
 from ..runtime.launching import launch_kernel
 from .cpu_gradient import roi_align_gradient
 from .kernel import (
@@ -29,7 +37,6 @@ from .kernel import (
     pyramid_roi_align_launch,
 )
 
-_FEATURE_TYPES = {**FLOAT_TYPES, torch.float64: "double"}
 # Side of a pooled cell in feature cells from which float32 no longer distinguishes its samples.
 _TOO_LARGE = 2.0**24
 
@@ -101,20 +108,20 @@ def _(
 def _(features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> Tensor:
     pooling = _pooling_from(attributes)
     _check_levels(features, pooling.spatial_scales)
-    _check_features(features)
+    check_features(features)
     rois = _roi_argument(rois, features)
     pooled = _empty_pooled(features, rois, pooling.output_size)
-    channels_last = _is_channels_last(features[0])
+    channels_last = is_channels_last(features[0])
     batch, count, channels = pooled.shape[:3]
     kernel = forward_kernel(
         pooling,
-        _FEATURE_TYPES[features[0].dtype],
+        FEATURE_TYPES[features[0].dtype],
         channels,
         channels_last=channels_last,
         pooled_channels_last=channels_last,
     )
     inputs = [*_maps(features, channels_last), rois]
-    sizes = _sizes(features)
+    sizes = map_sizes(features)
     launch = pyramid_roi_align_launch(batch, count, channels, sizes, pooling.output_size)
     launch_kernel(kernel, launch, inputs, [pooled])
     return pooled
@@ -146,7 +153,7 @@ def pyramid_roi_align_backward(
     dtype = _sum_dtype(features)
     indexed = _indexed_rois(rois.to(dtype), inclusive)
     grad = grad.flatten(0, 1).to(dtype)
-    gradients = _empty_gradients(features)
+    gradients = empty_like_features(features)
     for level, (gradient, scale) in enumerate(zip(gradients, spatial_scales, strict=True)):
         members = (levels == level).nonzero()[:, 0]
         gradient.copy_(
@@ -159,24 +166,23 @@ def pyramid_roi_align_backward(
 
 @pyramid_roi_align_backward.register_fake
 def _(grad: Tensor, features: Sequence[Tensor], *_rest: Any, **_named: Any) -> list[Tensor]:
-    return _empty_gradients(features)
+    return empty_like_features(features)
 
 
 @pyramid_roi_align_backward.register_kernel("cuda")
 def _(grad: Tensor, features: Sequence[Tensor], rois: Tensor, *attributes: Any) -> list[Tensor]:
     pooling = _pooling_from(attributes)
-    _check_features(features)
+    check_features(features)
     rois = _roi_argument(rois, features)
     dtype, channels = features[0].dtype, features[0].shape[1]
     shape = (*rois.shape[:2], pooling.output_size, pooling.output_size, channels)
     grad = kernel_argument("grad", grad.movedim(2, -1), dtype, shape)
-    kernel = backward_kernel(pooling, _FEATURE_TYPES[dtype], channels)
+    kernel = backward_kernel(pooling, FEATURE_TYPES[dtype], channels)
     batch, count = rois.shape[:2]
-    launch = backward_launch(kernel, batch, count, channels, _sizes(features))
+    launch = backward_launch(kernel, batch, count, channels, map_sizes(features))
     by_pixel = [f.new_empty(f.permute(0, 2, 3, 1).shape) for f in features]
     launch_kernel(kernel, launch, [grad, rois], by_pixel)
-    gradients = [gradient.permute(0, 3, 1, 2) for gradient in by_pixel]
-    return gradients if _is_channels_last(features[0]) else [g.contiguous() for g in gradients]
+    return in_layout_of(by_pixel, features)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -201,32 +207,6 @@ def _check_levels(features: Sequence[Tensor], spatial_scales: Sequence[float]) -
         )
 
 
-def _is_channels_last(feature: Tensor) -> bool:
-    # Read only the channels' stride. In an export, reading the batch axis would fix its symbolic
-    # size.
-    return feature.stride(1) == 1
-
-
-def _check_features(features: Sequence[Tensor]) -> None:
-    """Raise ValueError if the kernels do not support the features."""
-    first = features[0]
-    if first.dtype not in _FEATURE_TYPES:
-        supported = " or ".join(map(str, _FEATURE_TYPES))
-        raise ValueError(f"features must be {supported}, not {first.dtype}")
-    for feature in features:
-        if feature.dtype != first.dtype or feature.shape[:2] != first.shape[:2]:
-            raise ValueError(
-                "features must have the same dtype, batch size and number of channels, not "
-                f"{feature.dtype} "
-                f"{list(feature.shape)} and {first.dtype} {list(first.shape)}"
-            )
-        if feature.shape[1:].numel() >= 2**31:
-            raise ValueError(
-                f"features must have fewer than 2 ** 31 elements per image and level, not "
-                f"{list(feature.shape)}"
-            )
-
-
 def _maps(features: Sequence[Tensor], channels_last: bool) -> list[Tensor]:
     """Return contiguous maps, [B, H_l, W_l, C] if `channels_last`, else [B, C, H_l, W_l]."""
     order = [feature.movedim(1, -1) if channels_last else feature for feature in features]
@@ -239,16 +219,10 @@ def _roi_argument(rois: Tensor, features: Sequence[Tensor]) -> Tensor:
 
 def _empty_pooled(features: Sequence[Tensor], rois: Tensor, output_size: int) -> Tensor:
     channels = features[0].shape[1]
-    if _is_channels_last(features[0]):
+    if is_channels_last(features[0]):
         shape = (*rois.shape[:2], output_size, output_size, channels)
         return features[0].new_empty(shape).permute(0, 1, 4, 2, 3)
     return features[0].new_empty(*rois.shape[:2], channels, output_size, output_size)
-
-
-def _empty_gradients(features: Sequence[Tensor]) -> list[Tensor]:
-    if _is_channels_last(features[0]):
-        return [f.new_empty(f.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) for f in features]
-    return [feature.new_empty(feature.shape) for feature in features]
 
 
 def _sum_dtype(features: Sequence[Tensor]) -> torch.dtype:
@@ -258,10 +232,6 @@ def _sum_dtype(features: Sequence[Tensor]) -> torch.dtype:
 def _pooling_from(attributes: tuple[Any, ...]) -> Pooling:
     pooling = Pooling(*attributes)
     return pooling._replace(spatial_scales=tuple(pooling.spatial_scales))
-
-
-def _sizes(features: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(feature.shape[2], feature.shape[3]) for feature in features]
 
 
 def _roi_levels(

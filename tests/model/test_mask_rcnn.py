@@ -141,7 +141,7 @@ def test_losses_of_an_image_do_not_depend_on_its_neighbours(model: MaskRCNN) -> 
 
 
 def test_gradients_are_reproducible_with_several_threads() -> None:
-    """Of a whole model, whose gradients are large enough for PyTorch to use several threads."""
+    """PyTorch uses several threads for large gradients, such as those of this model."""
     torch.manual_seed(0)
     config = ModelConfig(
         num_classes=3,

@@ -64,6 +64,26 @@ def test_logits_and_gradients_with_relu(
         torch.testing.assert_close(mine.double(), other, rtol=tolerance, atol=20 * tolerance)
 
 
+# torch.compile imports deprecated parts of torch.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compiled_gradients_with_relu_are_summed_in_float32(device: str) -> None:
+    """Under autocast, matrix products of a compiled backward pass would round their inputs."""
+    features, weight, bias, labels = random_arguments(64, 9, 8, torch.bfloat16, device)
+    leaves = [x.requires_grad_() for x in (features, weight[0].clone(), weight, bias)]
+    compiled = torch.compile(relu_class_logits, backend="aot_eager")
+    with torch.autocast(device, torch.bfloat16):
+        results = [function(*leaves, labels) for function in (relu_class_logits, compiled)]
+    eager, traced = (torch.autograd.grad(x.float().sin().sum(), leaves) for x in results)
+    assert all(map(torch.equal, eager, traced))
+
+
+def test_nan_is_kept(device: str) -> None:
+    features, weight, bias, labels = random_arguments(2, 3, 8, torch.float32, device)
+    features[1, 2, 5] = torch.nan
+    logits = relu_class_logits(features, torch.zeros_like(weight[0]), weight, bias, labels)
+    assert logits.isnan().nonzero().tolist() == [[1, 2]]
+
+
 @pytest.mark.gpu
 def test_gradients_with_relu_are_reproducible() -> None:
     features, weight, bias, labels = random_arguments(40, 784, 256, torch.float16, "cuda")

@@ -65,7 +65,7 @@ def test_patches_and_gradients_equal_unfolded_maps(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_are_added_in_float32(dtype: torch.dtype, device: str) -> None:
-    """With sums in the dtype of the features, the small gradients would be lost."""
+    """Sums in the dtype of the features would lose the small gradients."""
     (feature,) = features = [x.to(device).requires_grad_() for x in pyramid(1, 8, dtype, levels=1)]
     centres = torch.full((1, 64), 20, device=device)
     patches = feature_patches(features, centres, 0)
@@ -88,13 +88,13 @@ def test_patches_have_the_dtype_of_the_features(dtype: torch.dtype, device: str)
 
 
 def test_gradients_equal_finite_differences(device: str) -> None:
-    features = [x.to(device).requires_grad_() for x in pyramid(2, 3, torch.float64)]
-    centres = random_centres(2, 20).to(device)
+    features = [x.to(device).requires_grad_() for x in pyramid(2, 3, torch.float64, levels=2)]
+    centres = random_centres(2, 20, levels=2).to(device)
     assert torch.autograd.gradcheck(lambda *maps: feature_patches(maps, centres, 1), features)
 
 
 def test_gradients_are_reproducible(device: str) -> None:
-    """With several threads on a CPU, and with more additions than one thread would do alone."""
+    """On a CPU, several threads would add so many gradients."""
     features = [x.to(device) for x in pyramid(2, 64)]
     centres = random_centres(2, 500).to(device)
     grad = torch.randn(2, 500, 3, 3, 64).to(device)
