@@ -86,11 +86,13 @@ class MaskRCNN(nn.Module):
     ) -> LossTerms:
         """Return the sums and counts of a batch's losses. The arguments are those of `forward`."""
         features = self._features(images, image_sizes)
-        size = images.shape[2], images.shape[3]
-        objectness, rpn_regression, num_anchors = self.rpn.losses(features, size, targets, seeds)
         with torch.no_grad():
-            proposals = self.rpn.propose(self.rpn(features, size), image_sizes)
+            outputs = self.rpn(features, images.shape[2:])
+            proposals = self.rpn.propose(outputs, image_sizes)
             rois = self.roi_heads.sample(proposals, targets, seeds)
+        objectness, rpn_regression, num_anchors = self.rpn.losses(
+            features, outputs.anchors, targets, seeds
+        )
         classification, regression, mask = self.roi_heads.losses(features, rois, targets)
         sums = torch.stack([objectness, rpn_regression, classification, regression, mask])
         num_rois, pixels = rois.chosen.sum(), rois.positive.sum() * self.config.mask_side**2

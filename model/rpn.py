@@ -13,6 +13,7 @@ from ..plugins.box_deltas import decode_boxes, encode_boxes
 from ..plugins.feature_patches import feature_patches
 from ..plugins.grid_anchors import grid_anchors
 from ..plugins.nms_keep import nms_keep
+from ..plugins.runtime.feature_maps import map_sizes
 from ..plugins.stable_top_k import stable_top_k, top_k_of_parts
 from .anchors import cell_anchors, grid_steps
 from .backbone import feature_strides
@@ -73,22 +74,16 @@ class RegionProposalNetwork(nn.Module):
             input_size: height and width of the padded images in pixels.
         """
         logits, deltas = self.head(list(features))
+        grid_sizes = map_sizes(features)
+        steps = grid_steps(self._anchor_config, self._strides, input_size, grid_sizes)
+        anchors = grid_anchors(self.cell_anchors, list(chain(*steps)), list(chain(*grid_sizes)))
         per_cell = self.cell_anchors.shape[1]
         return RpnOutputs(
-            self._anchors(features, input_size),
+            anchors,
             torch.cat([_by_anchor(x, 1) for x in logits], dim=1).float()[..., 0],
             torch.cat([_by_anchor(x, 4) for x in deltas], dim=1).float(),
-            [per_cell * feature.shape[2] * feature.shape[3] for feature in features],
+            [per_cell * rows * columns for rows, columns in grid_sizes],
         )
-
-    def _anchors(self, features: Sequence[Tensor], input_size: tuple[int, int]) -> Tensor:
-        """Return `RpnOutputs.anchors`. The arguments are those of `forward`."""
-        grid_sizes = [(f.shape[2], f.shape[3]) for f in features]
-        steps = grid_steps(self._anchor_config, self._strides, input_size, grid_sizes)
-        anchors: Tensor = grid_anchors(
-            self.cell_anchors, list(chain(*steps)), list(chain(*grid_sizes))
-        )
-        return anchors
 
     def propose(self, outputs: RpnOutputs, image_sizes: Tensor) -> Proposals:
         """Decode anchors, and return the boxes of highest score from all levels as proposals.
@@ -123,17 +118,13 @@ class RegionProposalNetwork(nn.Module):
         return Proposals(take_rows(boxes, chosen) * valid[..., None], valid)
 
     def losses(
-        self,
-        features: Sequence[Tensor],
-        input_size: tuple[int, int],
-        targets: Targets,
-        seeds: Tensor,
+        self, features: Sequence[Tensor], anchors: Tensor, targets: Targets, seeds: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the summed objectness and box losses, and the number of sampled anchors.
 
-        The arguments `features` and `input_size` are those of `forward`.
+        The argument `features` is that of `forward`, and `anchors` are `RpnOutputs.anchors`.
         """
-        anchors, config = self._anchors(features, input_size), self.config.sampling
+        config = self.config.sampling
         matches = match_candidates(anchors, targets, config, low_quality=True)
         sample = sample_candidates(
             matches.positive,

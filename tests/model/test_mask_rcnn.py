@@ -129,6 +129,17 @@ def test_losses_and_gradients_are_finite(
         assert parameter.grad is None or parameter.grad.isfinite().all(), name
 
 
+def test_rpn_has_gradients_under_autocast(model: MaskRCNN) -> None:
+    """Autocast caches rounded weights when the RPN head runs without gradients first."""
+    fresh = MaskRCNN(model.config).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        terms = fresh(image_batch(), SIZES, ground_truth((4, 2, 3)), torch.arange(3))
+    terms.means().sum().backward()
+    for name, parameter in fresh.rpn.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
+
+
 def test_losses_of_an_image_do_not_depend_on_its_neighbours(model: MaskRCNN) -> None:
     images, targets, seeds = image_batch(), ground_truth((4, 0, 1)), torch.tensor([5, 6, 7])
     whole = model(images, SIZES, targets, seeds)
