@@ -139,7 +139,7 @@ def _export_graphs(
         if precision == "bf16":  # TensorRT-RTX has no transposed convolution in bf16
             replace_transposed_convolution(model)
         for bucket in dict.fromkeys(settings.buckets):
-            path = folder / f"model-{types}-{bucket}.onnx"
+            path = folder / f"model-{types}-{bucket}{ARTIFACT_SUFFIXES['onnx']}"
             if path.name not in hashes:
                 settings.report(f"exporting {types} for inputs of {bucket}")
                 graph = onnx_from_model(model, bucket, _INPUT_DTYPES[settings.input_dtype])
@@ -178,7 +178,7 @@ def _export_programs(
         model = model_for_export(checkpoint, types)
         optimize_for_gpu(model)
         for bucket in dict.fromkeys(settings.buckets):
-            path = folder / f"model-{types}-{bucket}.pt2"
+            path = folder / f"model-{types}-{bucket}{ARTIFACT_SUFFIXES['torch']}"
             if path not in hashes:
                 settings.report(f"exporting a torch program in {types} for inputs of {bucket}")
                 write_program(program_from_model(model, bucket, dtype), path)
