@@ -166,7 +166,7 @@ class Backbone(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """Return the feature maps of normalised images, finest first."""
-        return self.stages(self.stem(images))
+        return self.last_stage(self.first_stages(self.stem(images)))
 
     def stem(self, images: Tensor) -> Tensor:
         """Return the first residual stage's input [B, C, H / 4, W / 4] for normalised images."""
@@ -174,12 +174,24 @@ class Backbone(nn.Module):
         stem: Tensor = body.maxpool(body.relu(body.bn1(body.conv1(images))))
         return stem
 
-    def stages(self, features: Tensor) -> list[Tensor]:
-        """Return the backbone's feature maps, finest first. `features` is the output of `stem`."""
-        maps = {}
-        for name, stage in self.body.items():
-            if name.startswith("layer"):
-                features = stage(features)
-                if name in self.body.return_layers:
-                    maps[name] = features
-        return list((maps if self.fpn is None else self.fpn(maps)).values())
+    def first_stages(self, features: Tensor) -> list[Tensor]:
+        """Return the maps of the ResNet's stages before `layer4`, finest first.
+
+        Without a pyramid, only the last of these maps is returned. `features` is the output of
+        `stem`.
+        """
+        maps = []
+        for name in ("layer1", "layer2", "layer3"):
+            features = self.body[name](features)
+            maps.append(features)
+        return maps if self.fpn is not None else maps[-1:]
+
+    def last_stage(self, maps: list[Tensor]) -> list[Tensor]:
+        """Return the backbone's feature maps, finest first. `maps` are those of `first_stages`."""
+        if "layer4" not in self.body:
+            return maps
+        deepest = self.body["layer4"](maps[-1])
+        if self.fpn is None:
+            return [deepest]
+        by_name = dict(zip(self.body.return_layers, [*maps, deepest], strict=True))
+        return list(self.fpn(by_name).values())

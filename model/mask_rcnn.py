@@ -85,9 +85,37 @@ class MaskRCNN(nn.Module):
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
         """Return the sums and counts of a batch's losses. The arguments are those of `forward`."""
-        features = self._features(images, image_sizes)
+        maps = self.first_stages(images, image_sizes)
+        height, width = images.shape[2:]
+        return self.losses_of_maps(maps, (height, width), image_sizes, targets, seeds)
+
+    def first_stages(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
+        """Normalise images, and return the maps of the backbone's first stages, finest first.
+
+        The arguments are those of `forward`.
+        """
+        return self.backbone.first_stages(self.stem(images, image_sizes))
+
+    def losses_of_maps(
+        self,
+        maps: list[Tensor],
+        input_size: tuple[int, int],
+        image_sizes: Tensor,
+        targets: Targets,
+        seeds: Tensor,
+    ) -> LossTerms:
+        """Return the sums and counts of a batch's losses, given the output of `first_stages`.
+
+        Args:
+            maps: output of `first_stages`.
+            input_size: height and width of the images in pixels, with padding.
+            image_sizes: see `forward`.
+            targets: see `forward`.
+            seeds: see `forward`.
+        """
+        features = self.backbone.last_stage(maps)
         with torch.no_grad():
-            outputs = self.rpn(features, images.shape[2:])
+            outputs = self.rpn(features, input_size)
             proposals = self.rpn.propose(outputs, image_sizes)
             rois = self.roi_heads.sample(proposals, targets, seeds)
         objectness, rpn_regression, num_anchors = self.rpn.losses(
@@ -101,7 +129,7 @@ class MaskRCNN(nn.Module):
 
     def _features(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
         """Normalise images, and return the backbone's feature maps, finest first."""
-        return self.backbone.stages(self.stem(images, image_sizes))
+        return self.backbone.last_stage(self.first_stages(images, image_sizes))
 
     def stem(self, images: Tensor, image_sizes: Tensor) -> Tensor:
         """Normalise images, set their padding to 0, and return the output of the ResNet's stem.

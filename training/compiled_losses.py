@@ -4,6 +4,8 @@ import logging
 import os
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ _OBJECTS = 16
 
 
 class CompiledLosses:
-    """`MaskRCNN.losses` compiled with `torch.compile`: one program per shape of the image batch."""
+    """`MaskRCNN.losses`, compiled with `torch.compile` in two parts for each shape of a batch."""
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class CompiledLosses:
         *,
         graphs: bool = False,
         required: bool = True,
+        on_gradients: Callable[[], None] | None = None,
     ) -> None:
         """Prepare the compilation. The first call with each shape of the image batch compiles.
 
@@ -46,6 +49,8 @@ class CompiledLosses:
                 only until the next call of this object.
             required: True: raise `ConfigError` if torch cannot compile on this machine. False: log
                 a warning, and compute without compilation.
+            on_gradients: Called in each backward pass when all gradients are computed except those
+                of the first stages of the backbone.
         """
         # On import, torch sets the variable to a folder in /tmp, unless the user has set it.
         # Replace only that default.
@@ -58,9 +63,11 @@ class CompiledLosses:
         options: dict[str, Any] | None = None
         if graphs:
             options = {"triton.cudagraphs": True, "triton.cudagraph_dynamic_shape_warn_limit": 1000}
-        self._eager = model.losses
-        self._losses = torch.compile(model.losses, dynamic=False, backend=backend, options=options)
-        self._graphs, self._required = graphs, required
+        self._model, self._eager = model, model.losses
+        compiled = partial(torch.compile, dynamic=False, backend=backend, options=options)
+        self._first_stages = compiled(model.first_stages)
+        self._losses_of_maps = compiled(model.losses_of_maps)
+        self._graphs, self._required, self._on_gradients = graphs, required, on_gradients
         self._compiled: set[torch.Size] = set()
 
     def __call__(
@@ -87,6 +94,20 @@ class CompiledLosses:
         self._compiled.add(images.shape)
         return self._compile(images, image_sizes, targets, seeds)
 
+    def _losses(
+        self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
+    ) -> LossTerms:
+        # A compiled backward pass returns all gradients at its end, so it has two parts: the
+        # gradients of the second part can be summed over the ranks while the first part computes.
+        # Most weights are in the second part, and most of the computing time in the first.
+        maps = self._first_stages(images, image_sizes)
+        on_gradients = self._on_gradients
+        if on_gradients is not None and maps[-1].requires_grad:
+            maps[-1].register_hook(lambda _: on_gradients())
+        height, width = images.shape[2:]
+        losses: LossTerms = self._losses_of_maps(maps, (height, width), image_sizes, targets, seeds)
+        return losses
+
     def _compile(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
@@ -107,8 +128,9 @@ class CompiledLosses:
                     f"{problem}; to train without compilation, set compile=false"
                 ) from error
             logger.warning("%s; training goes on without compilation, which is slower", problem)
-            self._losses, self._graphs = self._eager, False
-            return self._eager(images, image_sizes, targets, seeds)
+            self._first_stages = self._model.first_stages
+            self._losses_of_maps, self._graphs = self._model.losses_of_maps, False
+            return self._losses(images, image_sizes, targets, seeds)
         # `cudnn_convolution` has measured its implementations in CUDA graphs. Release the memory
         # that torch reserved for these graphs.
         torch.cuda.empty_cache()

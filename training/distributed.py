@@ -2,7 +2,7 @@
 
 import atexit
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -41,12 +41,6 @@ class Worker(NamedTuple):
             distributed.all_reduce(values)
         return values
 
-    def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
-        """All-reduce many tensors in one operation: replace them by their sums over all ranks."""
-        with distributed._coalescing_manager():  # type: ignore[attr-defined]
-            for tensor in tensors:
-                distributed.all_reduce(tensor)
-
     def gather(self, value: Any) -> list[Any]:
         """Gather: return all ranks' values in rank order on rank 0, and `[]` on the other ranks."""
         if self.world_size == 1:
@@ -67,6 +61,36 @@ class Worker(NamedTuple):
         """Barrier: wait until all ranks have called this method."""
         if self.world_size > 1:
             distributed.barrier()
+
+
+class GradientSum:
+    """All-reduce of gradients: replaces those of a step by their sums over all ranks."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._remaining = self._parameters
+        self._operations: list[Any] = []
+
+    def start(self) -> None:
+        """Start to sum the gradients that the backward pass has computed so far.
+
+        The backward pass may go on meanwhile. All ranks must have computed the same gradients.
+        """
+        ready = [x.grad for x in self._remaining if x.grad is not None]
+        self._remaining = [x for x in self._remaining if x.grad is None]
+        if not ready:
+            return
+        with distributed._coalescing_manager(async_ops=True) as operation:  # type: ignore[attr-defined]
+            for gradient in ready:
+                distributed.all_reduce(gradient)
+        self._operations.append(operation)
+
+    def finish(self) -> None:
+        """Sum all other gradients, and wait for all sums. Call this after the backward pass."""
+        self.start()
+        for operation in self._operations:
+            operation.wait()
+        self._remaining, self._operations = self._parameters, []
 
 
 def local_device(device: Device) -> torch.device:

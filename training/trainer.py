@@ -18,7 +18,7 @@ from ..model.plurals import counted
 from ..model.weights.loading import load_weights
 from .config import ConfigError, TrainConfig
 from .data.loading.batches import Batch
-from .distributed import Worker
+from .distributed import GradientSum, Worker
 from .fused_layers import fuse_layers
 from .garbage_collection import collect_frozen_objects
 from .optimizer import apply_gradients, build_optimizer, set_learning_rates
@@ -72,6 +72,9 @@ class Trainer:
         )
         decay = config.solver.ema_decay
         self.average = None if decay is None else WeightAverage(self.model, decay)
+        self._gradient_sum = (
+            GradientSum(self.model.parameters()) if self._sums_gradients() else None
+        )
         if self._compiles():
             from .compiled_losses import CompiledLosses  # slow import
 
@@ -79,14 +82,16 @@ class Trainer:
                 # Fuse only if the model is compiled. In eager mode, launching the fused operations
                 # takes as long as they save.
                 fuse_layers(self.model)
+            one_pass = config.solver.accumulate == 1
             # Replace the method before `_over_ranks`, so that DistributedDataParallel, if there is
             # one, wraps the compiled losses.
             self.model.losses = CompiledLosses(  # type: ignore[method-assign]
                 self.model,
                 # A CUDA graph overwrites the gradients of its last replay, so they cannot be
                 # accumulated.
-                graphs=worker.device.type == "cuda" and config.solver.accumulate == 1,
+                graphs=worker.device.type == "cuda" and one_pass,
                 required=config.compile is True,
+                on_gradients=self._gradient_sum.start if self._gradient_sum and one_pass else None,
             )
         self._parallel = self._over_ranks()
 
@@ -96,21 +101,22 @@ class Trainer:
         long = self.config.solver.max_iterations >= WORTH_COMPILING
         return long and self.worker.device.type == "cuda"
 
-    def _over_ranks(self) -> nn.Module:
-        """Return the model, wrapped in DistributedDataParallel if necessary.
+    def _has_changing_buffers(self) -> bool:
+        # Only batch norm changes buffers.
+        return any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules())
 
-        With one rank, gradients are not exchanged, and the model is not wrapped. With several
-        ranks, it is wrapped if it is not compiled, or if it contains batch norm that is not frozen.
-        Otherwise, `step` itself sums the gradients over the ranks.
-        """
-        # Only batch norm changes buffers, which DistributedDataParallel must then copy from rank 0.
-        buffers = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
-        # A compiled backward pass returns all gradients at its end, so DistributedDataParallel
-        # could not send any of them sooner. It would only add a copy of each gradient into its
-        # communication buffers.
-        if self.worker.world_size == 1 or (self._compiles() and not buffers):
+    def _sums_gradients(self) -> bool:
+        """Whether `step` sums the gradients over the ranks, not DistributedDataParallel."""
+        # The parts of a compiled backward pass return all their gradients at once, so
+        # DistributedDataParallel would only add a copy of each gradient into its communication
+        # buffers. But it also copies buffers from rank 0.
+        return self.worker.world_size > 1 and self._compiles() and not self._has_changing_buffers()
+
+    def _over_ranks(self) -> nn.Module:
+        """Return the model, wrapped in DistributedDataParallel if that sums the gradients."""
+        if self.worker.world_size == 1 or self._gradient_sum is not None:
             return self.model
-        return DistributedDataParallel(self.model, broadcast_buffers=buffers)
+        return DistributedDataParallel(self.model, broadcast_buffers=self._has_changing_buffers())
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Restore model, optimiser, loss scaler and random generators from a checkpoint.
@@ -230,9 +236,8 @@ class Trainer:
                 self.scaler.scale(loss * world_size if averages else loss).backward()  # type: ignore[no-untyped-call]
         if len(batches) > 1:
             sums = self.worker.sum_over_ranks(sums)
-        if world_size > 1 and not averages:
-            gradients = (parameter.grad for parameter in self.model.parameters())
-            self.worker.sum_in_place([x for x in gradients if x is not None])
+        if self._gradient_sum is not None:
+            self._gradient_sum.finish()
         apply_gradients(self.model, self.optimizer, self.scaler, config)
         self.iteration += 1
         if self.average is not None:

@@ -32,8 +32,25 @@ def test_traced_steps_equal_eager_ones(tiny: LoadTiny) -> None:
     torch.testing.assert_close(traced.step(parts), eager.step(parts))
     torch.testing.assert_close(traced.model.state_dict(), eager.model.state_dict())
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
+
+
+def test_gradients_of_the_first_stages_are_the_last(tiny: LoadTiny) -> None:
+    """When the others are reported, all of them are complete."""
+    config = tiny(*FROZEN)
+    model = MaskRCNN(config.model).train()
+    missing = []
+
+    def on_gradients() -> None:
+        missing.append({name for name, x in model.named_parameters() if x.grad is None})
+
+    losses = CompiledLosses(model, backend="aot_eager", on_gradients=on_gradients)
+    batch = next(iter(train_loader(CocoDataset(config.data.train), config)))
+    losses(batch.images, batch.image_sizes, batch.targets, batch.seeds).sums.sum().backward()
+    first = tuple(f"backbone.body.{name}" for name in ("conv1", "layer1", "layer2", "layer3"))
+    assert missing == [{name for name, _ in model.named_parameters() if name.startswith(first)}]
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_programs_are_in_the_user_cache(

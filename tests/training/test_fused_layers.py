@@ -12,7 +12,7 @@ from maskrcnn_trt.training.fused_layers import fuse_layers
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("features", ["fpn", "c4"])
 def test_fused_layers_are_as_accurate_as_separate_ones(features: str, device: str) -> None:
-    """In fp32 and bf16, the errors of all layers' gradients are as small as without fusion."""
+    """Errors of the layers' gradients: small in fp32, in bf16 as small as without fusion."""
     torch.manual_seed(0)
     backbone = BackboneConfig(features=features, frozen_stages=1)
     model = MaskRCNN(ModelConfig(num_classes=3, backbone=backbone)).to(device).train()
@@ -22,12 +22,14 @@ def test_fused_layers_are_as_accurate_as_separate_ones(features: str, device: st
     fused = deepcopy(model)
     fuse_layers(fused)
     exact = gradients(deepcopy(model).double(), autocast=False)
-    for autocast, limit in ((False, 0.01), (True, 0.3)):
-        ours, theirs = (
-            torch.stack([(a - b).norm() / b.norm() for a, b in zip(rounded, exact, strict=True)])
-            for rounded in (gradients(fused, autocast), gradients(model, autocast))
-        )
-        assert 0 < ours.mean() < 1.2 * theirs.mean() < limit
+    fp32, bf16, separate_bf16 = (
+        sum((a - b).norm() / b.norm() for a, b in zip(rounded, exact, strict=True)) / len(exact)
+        for rounded in (gradients(fused, False), gradients(fused, True), gradients(model, True))
+    )
+    # Not compared with the error without fusion: both are either 1e-6, or 1e-3 if a rounding error
+    # changes the sign of a ReLU's input.
+    assert 0 < fp32 < 0.01
+    assert 0 < bf16 < 1.2 * separate_bf16 < 0.3
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -47,7 +49,8 @@ def test_fused_mask_predictor_is_as_accurate_as_separate_layers(device: str) -> 
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             with torch.autocast(device, torch.bfloat16, enabled=autocast):
                 masks = predictor(inputs.bfloat16() if autocast else inputs, labels)
-            masks.float().sin().sum().backward()
+            # Its gradients have one sign, so that their sums do not cancel out.
+            masks.float().sigmoid().sum().backward()
         return [masks.float(), inputs.grad, *(x.grad for x in predictor.parameters())]
 
     exact = masks_and_gradients(deepcopy(model), autocast=False)
