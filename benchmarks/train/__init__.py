@@ -71,7 +71,7 @@ model. It draws its own random samples of anchors and proposals. Its tensors sta
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(TrainPrecision)),
-    default=get_args(TrainPrecision), help="Repeatable.",
+    help="Repeatable. Default: all that the device supports.",
 )  # fmt: skip
 @click.option(
     "--peer", "peers", multiple=True, type=click.Choice(get_args(TrainPeer)),
@@ -109,6 +109,7 @@ def train(
     """
     from ...training.config import load_config
     from ...training.data.synthetic.dataset import with_synthetic_data
+    from ...training.distributed import local_device
 
     if warmup >= iterations:
         raise click.UsageError(
@@ -120,6 +121,9 @@ def train(
     train_config = load_config(config, overrides)
     if use_synthetic_data:
         train_config = with_synthetic_data(train_config)
+    if not precisions:
+        on_gpu = local_device(train_config.device).type == "cuda"
+        precisions = get_args(TrainPrecision) if on_gpu else ("fp32", "bf16")
     settings = TrainSettings(
         precisions=precisions,
         iterations=iterations,
@@ -128,14 +132,21 @@ def train(
         seeds=seeds,
         with_average_precision=evaluate,
     )
-    results = measure_training(
-        train_config,
-        settings,
-        on_run=lambda engine, precision: click.echo(
-            f"measuring {engine} in {precision} ...", err=True
-        ),
-    )
-    publish(train_record(results), json_path, output)
+    results: list[TrainResult] = []
+    try:
+        for result in measure_training(
+            train_config,
+            settings,
+            on_run=lambda engine, precision: click.echo(
+                f"measuring {engine} in {precision} ...", err=True
+            ),
+        ):
+            click.echo(f"  {result.images_per_second:.1f} images/s", err=True)
+            results.append(result)
+    finally:
+        # If a run fails or is interrupted, keep the results of those before it.
+        if results:
+            publish(train_record(results), json_path, output)
 
 
 def train_record(results: Sequence[TrainResult]) -> Record:

@@ -102,7 +102,7 @@ def measure_training(
     config: "TrainConfig",
     settings: TrainSettings,
     on_run: Callable[[TrainEngine, TrainPrecision], object],
-) -> list[TrainResult]:
+) -> Iterator[TrainResult]:
     """Train this project's model and the baselines in each precision with each seed.
 
     Every run uses new processes.
@@ -114,7 +114,7 @@ def measure_training(
         settings: Precisions, baselines, seeds and numbers of steps.
         on_run: Function that is called before each run.
 
-    Returns:
+    Yields:
         One result per run. If a run has several processes, its result is that of rank 0.
 
     Raises:
@@ -141,15 +141,13 @@ def measure_training(
         )
     seeds = range(config.seed, config.seed + settings.seeds)
     engines: tuple[TrainEngine, ...] = ("this", *settings.peers)
-    results = []
     for precision, engine, seed in itertools.product(settings.precisions, engines, seeds):
         on_run(engine, precision)
         run_config = _run_config(config, engine, precision, seed, settings.iterations)
         with _rank_environments(processes) as environments:
             ranks = [(run_config, engine, settings, environment) for environment in environments]
             first, *_ = call_in_processes(measure_rank, ranks)
-        results.append(first)
-    return results
+        yield first
 
 
 @contextmanager
