@@ -185,6 +185,24 @@ def _json_from(record: Record, indent: int | None = None) -> str:
     return json.dumps(content, indent=indent, default=asdict) + "\n"
 
 
+def plot_stacked_bars(
+    axes: "Axes", bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]
+) -> None:
+    """Plot a stacked bar per item of `bars`.
+
+    Args:
+        axes: Axes to draw into.
+        bars: For each bar's label, the heights of its parts from bottom to top by name. All bars
+            have the same parts.
+        colours: Colours of parts, by name. Other parts get default colours.
+    """
+    bottoms = [0.0] * len(bars)
+    for part in next(iter(bars.values())):
+        heights = [bar[part] for bar in bars.values()]
+        axes.bar(list(bars), heights, bottom=bottoms, label=part, color=colours.get(part))
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+
+
 def _draw_plots(grid: PlotGrid, path: Path) -> None:
     from matplotlib.figure import Figure
 

@@ -147,7 +147,7 @@ def _measure(
         click.ClickException: all engines failed.
     """
     from ...serving.host import gpu_names
-    from .gpu_time import StageTimes
+    from ..common.gpu_time import StageTimes
     from .measure import InferFailure, Measurement, measure_models, measure_rooflines
     from .record import describe_measurement, infer_record
 

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from ...model.bundle.manifest import QUANTIZED_PRECISIONS, Precision
 from ...model.bundle.spec import ShapeBucket
 from ...serving.config import BackendName
+from ..common.gpu_time import StageTimes, measure_stages
 from ..common.images import batch_from_encoded, noise_jpeg
+from ..common.machine import MatmulRoofline, measure_matmul_rooflines
 from ..common.processes import (
     MemoryKind,
     ProcessError,
@@ -20,7 +22,6 @@ from ..common.processes import (
     reset_peak_memory,
 )
 from ..common.timing import Latency, latency_from_seconds, measure_call_rate, measure_durations
-from .gpu_time import MatmulRoofline, StageTimes, measure_matmul_rooflines, measure_stages
 from .runners import (
     BatchRun,
     BundleRunner,
@@ -228,7 +229,9 @@ def _measure_engine(
 
     def stages(run: BatchRun, batch: int) -> StageTimes | None:
         is_profiled = (run.engine, run.device, run.data) == ("torch", "cuda", "device")
-        return measure_stages(run, choice.precision, batch) if is_profiled else None
+        if not is_profiled:
+            return None
+        return measure_stages(run.run, run.engine, choice.precision, batch)
 
     yield from _measure_batches(choice, runner, batches, speed)
     if settings.with_stages and choice.precision == settings.precisions[0]:

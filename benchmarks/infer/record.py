@@ -1,14 +1,26 @@
-"""Tables, goals and notes of the inference benchmark, as a `Record`."""
+"""Tables, plots, goals and notes of the inference benchmark, as a `Record`."""
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ...model.bundle.manifest import Precision
-from ..common.machine import MachineInfo, describe_machine
-from ..common.record import Record, ResultTable, format_significant, format_verdict
-from .gpu_time import IDLE, STAGES, MatmulRoofline, StageTimes
+from ..common.gpu_time import IDLE, STAGES, StageTimes
+from ..common.machine import MachineInfo, MatmulRoofline, describe_machine
+from ..common.record import (
+    PlotGrid,
+    Record,
+    ResultTable,
+    format_significant,
+    format_verdict,
+    plot_stacked_bars,
+)
 from .measure import InferFailure, InferResult, Measurement
-from .plots import infer_plots
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLUMNS = (
     "engine", "data", "batch", "images/s", "p50", "p90", "p99", "MiB", "boxes", "speedup",
@@ -23,6 +35,16 @@ _SPEED_GOALS = (450, 700)
 _LATENCY_GOALS = (5, 3)
 # Limit of GPU memory in gigabytes at batch 8 in fp16.
 _MEMORY_GOAL = 6
+_COLOURS = {
+    "fp32": "tab:blue",
+    "tf32": "tab:orange",
+    "fp16": "tab:green",
+    "bf16": "tab:red",
+    "int8": "tab:purple",
+    "fp8": "tab:brown",
+}
+_LINE_STYLES = ("-", "--", ":", "-.")
+_MARKERS = "osD^vP"
 
 _METHOD_NOTE = """\
 Each engine is measured in a process of its own for each precision, in ascending order of batch
@@ -110,7 +132,7 @@ def infer_record(
         title=f"Inference in {', '.join(precisions)} at {bucket} pixels",
         results=results,
         tables=tables,
-        plots=infer_plots(results, stages, _SPEED_GOALS if _has_goals(results, machine) else ()),
+        plots=_plots(results, stages, _SPEED_GOALS if _has_goals(results, machine) else ()),
         goals=goals,
         notes=_notes(results, rooflines, stages),
         on_gpu=any(r.device == "cuda" for r in results),
@@ -251,3 +273,74 @@ def _notes(
         engine, precision = stages[0].engine, stages[0].precision
         notes += [_STAGES_NOTE.format(engine=engine, precision=precision), _STAGE_MEANINGS]
     return notes
+
+
+def _plots(
+    results: Sequence[InferResult], stages: Sequence[StageTimes], goals: Sequence[int]
+) -> PlotGrid:
+    """Return the plots of throughput and of GPU time by stage.
+
+    Args:
+        results: Measurements, at least one.
+        stages: GPU times by model stage. Empty: the plot of the stages is left out.
+        goals: Goals of the throughput in images/s, drawn as lines.
+    """
+    plots: list[Callable[[Axes], None]] = [partial(_plot_throughput, results=results, goals=goals)]
+    if stages:
+        plots.append(partial(_plot_stages, stages=stages))
+    return PlotGrid(
+        alt="Throughput over batch size", plots=plots, columns=len(plots), size=(8, 6.5)
+    )
+
+
+def _plot_throughput(axes: "Axes", results: Sequence[InferResult], goals: Sequence[int]) -> None:
+    """Plot throughput over batch size: a colour per precision, a line style per engine."""
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    curves: dict[tuple[str, Precision], list[InferResult]] = defaultdict(list)
+    for r in results:
+        curves[r.engine if r.data == "device" else f"{r.engine}, host", r.precision].append(r)
+    engines = list(dict.fromkeys(engine for engine, _ in curves))
+    for (engine, precision), own in curves.items():
+        axes.plot(
+            [r.batch for r in own],
+            [r.images_per_second for r in own],
+            color=_COLOURS[precision],
+            **_line_style(engines.index(engine)),
+        )
+    for goal in goals:
+        axes.axhline(goal, color="black", linewidth=0.8)
+        axes.annotate(f"{goal}", (1.01, goal), xycoords=("axes fraction", "data"), va="center")
+    batches = sorted({r.batch for r in results})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set(xlabel="images per batch", ylabel="images per second")
+    axes.set_title(f"Throughput at {results[0].bucket} pixels")
+    axes.grid(alpha=0.3, which="both")
+    keys = [Line2D([], [], color=_COLOURS[p], label=p) for p in dict.fromkeys(p for _, p in curves)]
+    keys += [Line2D([], [], color="grey", label=e, **_line_style(i)) for i, e in enumerate(engines)]
+    axes.legend(handles=keys, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=5)
+
+
+def _line_style(index: int) -> dict[str, Any]:
+    return {
+        "linestyle": _LINE_STYLES[index % len(_LINE_STYLES)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "markersize": 4,
+    }
+
+
+def _plot_stages(axes: "Axes", stages: Sequence[StageTimes]) -> None:
+    bars = {
+        str(times.batch): {name: ms / times.batch for name, ms in times.milliseconds.items()}
+        for times in stages
+    }
+    plot_stacked_bars(axes, bars, {IDLE: "lightgrey"})
+    axes.set(xlabel="images per batch", ylabel="ms per image")
+    axes.set_title(f"Time by stage, {stages[0].engine} in {stages[0].precision}")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=6)

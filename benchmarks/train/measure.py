@@ -1,18 +1,25 @@
 """Measurement of training speed, memory and losses, by model, precision and random seed."""
 
 import itertools
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ...model.bundle.manifest import Category
-from ..common.processes import call_in_processes, peak_memory_mib, reset_peak_memory
+from ..common.gpu_time import communication_milliseconds, milliseconds_by_kind, profile_gpu
+from ..common.machine import MatmulRoofline, measure_matmul_rooflines
+from ..common.processes import (
+    call_in_processes,
+    iterate_in_process,
+    peak_memory_mib,
+    reset_peak_memory,
+)
 from ..common.timing import Latency, StepTimer, latency_from_seconds
-from ..infer.gpu_time import communication_milliseconds, profile_gpu
 
 # The command imports this file for its options. Torch and the training modules are therefore
 # imported only by the functions that measure.
@@ -48,7 +55,7 @@ class TrainSettings:
 
 
 class GpuSteps(NamedTuple):
-    """Host launch time, number of kernels and NCCL time of a training step on a GPU."""
+    """Host launch time, and number and time of the kernels of a training step on a GPU."""
 
     # Median time that the process needs to launch a step on an idle GPU.
     host_ms: float
@@ -58,6 +65,8 @@ class GpuSteps(NamedTuple):
     communication_ms: float
     # Part of `communication_ms` in which the GPU does nothing else.
     exposed_ms: float
+    # Time by kind of kernel, with the keys `KERNEL_KINDS` and `IDLE`.
+    kinds_ms: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -148,6 +157,23 @@ def measure_training(
             ranks = [(run_config, engine, settings, environment) for environment in environments]
             first, *_ = call_in_processes(measure_rank, ranks)
         yield first
+
+
+def measure_train_rooflines(
+    config: "TrainConfig", precisions: Sequence[TrainPrecision]
+) -> list[MatmulRoofline]:
+    """Return the upper bound of the training speed of one GPU, once per precision.
+
+    It assumes that a step computes three times the convolutions and matrix products of a detection:
+    once for the outputs, and twice for the gradients of inputs and weights. The images have the
+    largest size in the configuration. Without a GPU, return [].
+
+    Raises:
+        ProcessError: the measuring process died.
+    """
+    bucket = max(config.data.buckets, key=math.prod)
+    detection = iterate_in_process(measure_matmul_rooflines, precisions, config.model, bucket)
+    return [replace(one, flops_per_image=3 * one.flops_per_image) for one in detection]
 
 
 @contextmanager
@@ -320,4 +346,9 @@ def _gpu_steps(step: Callable[[], object]) -> GpuSteps:
         whole_step()
     host_ms = 1000 * statistics.median(starts)
     activities = profile_gpu(whole_step, count=1)
-    return GpuSteps(host_ms, len(activities), *communication_milliseconds(activities))
+    return GpuSteps(
+        host_ms,
+        len(activities),
+        *communication_milliseconds(activities),
+        milliseconds_by_kind(activities),
+    )

@@ -13,9 +13,9 @@ import torch
 from click.testing import Result
 from command_line import invoke
 
+from maskrcnn_trt.benchmarks.common.gpu_time import STAGES
 from maskrcnn_trt.benchmarks.common.images import batch_from_encoded, noise_jpeg
 from maskrcnn_trt.benchmarks.infer import infer
-from maskrcnn_trt.benchmarks.infer.gpu_time import STAGES
 from maskrcnn_trt.benchmarks.infer.measure import (
     InferSettings,
     MeasurementError,

@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from maskrcnn_trt.benchmarks.common.machine import MachineInfo
-from maskrcnn_trt.benchmarks.common.record import write_record
-from maskrcnn_trt.benchmarks.common.timing import Latency
-from maskrcnn_trt.benchmarks.infer.gpu_time import (
+from maskrcnn_trt.benchmarks.common.gpu_time import (
     IDLE,
     STAGES,
     KernelTotal,
-    MatmulRoofline,
     StageTimes,
 )
+from maskrcnn_trt.benchmarks.common.machine import MachineInfo, MatmulRoofline
+from maskrcnn_trt.benchmarks.common.record import write_record
+from maskrcnn_trt.benchmarks.common.timing import Latency
 from maskrcnn_trt.benchmarks.infer.measure import InferFailure, InferResult
 from maskrcnn_trt.benchmarks.infer.record import COLUMNS, infer_goals, infer_record, speed_rows
 from maskrcnn_trt.benchmarks.infer.runners import DataPlace

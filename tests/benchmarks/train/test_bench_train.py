@@ -1,6 +1,7 @@
 """`bench train` of a tiny model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,21 @@ from click.testing import CliRunner
 from PIL import Image
 from tiny_run import write_config
 
+from maskrcnn_trt.benchmarks.common.gpu_time import IDLE, KERNEL_KINDS
+from maskrcnn_trt.benchmarks.common.machine import MatmulRoofline
 from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.benchmarks.common.timing import Latency
 from maskrcnn_trt.benchmarks.common.torchvision_baseline import TorchvisionTrainer
-from maskrcnn_trt.benchmarks.train import train, train_record
+from maskrcnn_trt.benchmarks.train import train
 from maskrcnn_trt.benchmarks.train.measure import (
+    GpuSteps,
     TrainEngine,
     TrainPrecision,
     TrainResult,
     TrainSettings,
     measure_rank,
 )
+from maskrcnn_trt.benchmarks.train.record import train_record
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import ConfigError, TrainConfig, load_config
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset, DataError
@@ -147,6 +152,20 @@ def test_page_and_plots(tmp_path: Path):
     with Image.open(page.with_suffix(".png")) as image:
         assert min(image.size) > 500
         assert len(image.convert("RGB").getcolors(1 << 20)) > 10
+
+
+def test_page_of_a_gpu(tmp_path: Path):
+    """The roofline of two GPUs, and the times of a step by kind of kernel."""
+    kinds = dict.fromkeys((*KERNEL_KINDS, IDLE), 0.0) | {"convolutions": 12.5, IDLE: 1.25}
+    gpu = GpuSteps(4.0, 770, 0.8, 0.5, kinds)
+    own = replace(make_result("this", "fp16"), device="cuda", processes=2, gpu=gpu, metrics={})
+    # 100 images/s on each GPU, and 1 image/s measured
+    roofline = MatmulRoofline("fp16", 150.0, flops_per_image=1_500_000_000_000)
+    text = write_record(train_record([own], [roofline]), tmp_path).read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| fp16")]
+    assert rows[0][5] == "0.5%"
+    assert {"12.50", "1.25"} <= {cell.removesuffix(" |") for cell in rows[1]}
+    assert "fp16 150 TFLOP/s" in text
 
 
 def test_average_precision_over_seeds(tmp_path: Path):

@@ -1,26 +1,21 @@
-"""GPU time by stage of constructed and of real kernels; matmul rate and operations of a model."""
+"""GPU time by stage and by kind of constructed and of real kernels."""
 
 import pytest
 import torch
 
-from maskrcnn_trt.benchmarks.infer.gpu_time import (
+from maskrcnn_trt.benchmarks.common.gpu_time import (
     IDLE,
+    KERNEL_KINDS,
     STAGES,
     GpuActivity,
     KernelTotal,
-    MatmulRoofline,
     communication_milliseconds,
     costliest_kernels,
-    flops_per_image,
-    matmul_teraflops,
     mean_milliseconds_by_stage,
-    measure_matmul_rooflines,
+    milliseconds_by_kind,
     milliseconds_by_stage,
     profile_gpu,
 )
-from maskrcnn_trt.model.bundle.manifest import Precision
-from maskrcnn_trt.model.bundle.spec import ShapeBucket
-from maskrcnn_trt.model.config.schema import ModelConfig, RoiConfig
 
 BATCH = [
     GpuActivity("convolve", 0, 1000),
@@ -92,39 +87,6 @@ def test_profile_of_a_gpu():
     assert sum(mean_milliseconds_by_stage(kernels, 4).values()) > 0
 
 
-def test_operations_grow_with_detections():
-    """Per detection: four 3x3 convolutions at 14x14, a deconvolution, and one class of a 1x1."""
-    few, many = (
-        flops_per_image(ModelConfig(roi=RoiConfig(max_detections=count)), ShapeBucket(96, 96))
-        for count in (10, 60)
-    )
-    convolutions = 4 * 14**2 * 9 * 256 * 256 + 28**2 * 256 * 256 + 28**2 * 256
-    assert many - few == 50 * 2 * convolutions
-
-
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
-def test_matmul_rate_is_measured(precision: Precision):
-    before = torch.backends.cuda.matmul.allow_tf32
-    assert matmul_teraflops(precision, 64, "cpu", seconds=0.01) > 0
-    assert torch.backends.cuda.matmul.allow_tf32 == (precision == "tf32")
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def test_roofline_is_rate_divided_by_operations():
-    """The operations were counted by hand: 267 GMAC, with 1000 proposals and 100 detections."""
-    flops = flops_per_image(ModelConfig(), ShapeBucket(800, 1344))
-    assert flops == pytest.approx(2 * 267e9, rel=0.01)
-    roofline = MatmulRoofline("fp16", teraflops_per_second=800.0, flops_per_image=500_000_000_000)
-    assert roofline.images_per_second == pytest.approx(1600)
-
-
-@pytest.mark.gpu
-def test_rooflines_of_a_gpu():
-    floors = list(measure_matmul_rooflines(["fp16", "fp32"], ModelConfig(), ShapeBucket(96, 96)))
-    assert [floor.precision for floor in floors] == ["fp16", "fp32"]
-    assert floors[0].images_per_second > floors[1].images_per_second > 0
-
-
 def test_communication_beside_other_kernels_is_not_exposed():
     activities = [
         GpuActivity("gemm", start=0, duration=2000),
@@ -135,3 +97,29 @@ def test_communication_beside_other_kernels_is_not_exposed():
     ]
     # Exposed: 2 to 4 ms, and 4.5 to 5 ms.
     assert communication_milliseconds(activities) == (4.0, 2.5)
+
+
+def test_kinds_are_recognised_by_name_and_sum_up():
+    names = {
+        "triton_poi_fused_convolution_relu_3": "element-wise",
+        "void at::native::vectorized_elementwise_kernel<4, ...>": "element-wise",
+        "sm90_xmma_dgrad_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc": "convolutions",
+        "_pointwise_convolution": "convolutions",
+        "nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_coopA_relubias_TNN": "matrix products",
+        "pyramid_roi_align_backward": "RoIAlign",
+        "void at::native::multi_tensor_apply_kernel<...>": "optimiser",
+        "Memset (Device)": "copies",
+        "nms_keep": "other",
+    }
+    # Each lasts 1 ms, and 1 ms is idle before the next.
+    activities = [GpuActivity(name, 2000 * i, 1000) for i, name in enumerate(names)]
+    end = 2000 * len(names)
+    activities += [
+        GpuActivity("ncclDevKernel_AllReduce", end, 4000),
+        GpuActivity("gemm", end + 1000, 1000),  # hides a quarter of the communication
+    ]
+    times = milliseconds_by_kind(activities)
+    expected = dict.fromkeys((*KERNEL_KINDS, IDLE), 1.0)
+    expected |= {"element-wise": 2.0, "convolutions": 2.0, "matrix products": 2.0}
+    assert times == expected | {"NCCL": 3.0, IDLE: len(names)}
+    assert sum(times.values()) == pytest.approx((end + 4000) / 1000)

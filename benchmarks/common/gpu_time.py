@@ -1,16 +1,11 @@
-"""GPU time by model stage and kernel, NCCL time of a training step, and throughput roofline."""
+"""GPU time by model stage and by kind of kernel."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from ...model.bundle.manifest import Precision
-from ...model.bundle.spec import ShapeBucket
-from ...model.config.schema import ModelConfig
-from ..common.timing import measure_call_rate, measure_durations
-from .runners import BatchRun
 
 # Stages of the model. `trunk`: backbone, FPN and RPN head. `proposals`: selection of the proposals.
 # `selection`: selection and NMS of the detections. Each head includes the RoIAlign before it.
@@ -27,8 +22,20 @@ _POOLING = ("pyramid_roi_align",)
 # For each stage after the trunk: parts of possible names of its first kernel.
 _FIRST_KERNELS = (_TOP_K, _POOLING, _TOP_K, _POOLING)
 
-# Rows and columns of the matrices whose product sets the roofline.
-MATMUL_SIDE = 8192
+# Kinds of kernels of a training step, with parts of the kernels' names. The first kind whose part
+# occurs in a name is that of the kernel.
+_KERNEL_KINDS = {
+    "element-wise": ("triton_", "elementwise", "reduce_kernel"),
+    "convolutions": ("fprop", "dgrad", "wgrad", "conv"),
+    "matrix products": ("gemm", "nvjet", "cutlass"),
+    "RoIAlign": _POOLING,
+    "optimiser": ("multi_tensor_apply",),
+    "copies": ("Memcpy", "Memset"),
+}
+_OTHER = "other"
+# Communication that no other kernel hides.
+NCCL = "NCCL"
+KERNEL_KINDS = (*_KERNEL_KINDS, _OTHER, NCCL)
 
 
 class GpuActivity(NamedTuple):
@@ -65,40 +72,24 @@ class StageTimes:
     costliest: Sequence[KernelTotal]
 
 
-@dataclass(frozen=True)
-class MatmulRoofline:
-    """Upper bound of a model's throughput, derived from the GPU's rate of matrix products.
-
-    It assumes that the GPU computes only the model's convolutions and matrix products.
-    """
-
-    precision: Precision
-    # Measured rate of the product of two large square matrices.
-    teraflops_per_second: float
-    # Operations of the model's convolutions and matrix products. A multiply-add counts as two.
-    flops_per_image: int
-
-    @property
-    def images_per_second(self) -> float:
-        """Upper bound of the throughput, in images per second."""
-        return 1e12 * self.teraflops_per_second / self.flops_per_image
-
-
-def measure_stages(run: BatchRun, precision: Precision, batch: int) -> StageTimes:
+def measure_stages(
+    run: Callable[[], object], engine: str, precision: Precision, batch: int
+) -> StageTimes:
     """Profile several runs of a batch. Return the mean GPU time of a run by stage and kernel.
 
     Args:
-        run: batch to run, on a loaded engine.
+        run: function that runs the batch on a loaded engine, and waits for the GPU.
+        engine: name of the engine, for the result.
         precision: precision of the engine, for the result.
         batch: number of images in the batch, for the result.
 
     Raises:
         ValueError: the runs did not all start the same number of GPU activities.
     """
-    run.run()  # one-time work, such as graph capture, stays out of the profile
-    activities = profile_gpu(run.run, _BATCHES)
+    run()  # one-time work, such as graph capture, stays out of the profile
+    activities = profile_gpu(run, _BATCHES)
     return StageTimes(
-        engine=run.engine,
+        engine=engine,
         precision=precision,
         batch=batch,
         milliseconds=mean_milliseconds_by_stage(activities, _BATCHES),
@@ -136,12 +127,19 @@ def busy_microseconds(activities: Sequence[GpuActivity]) -> float:
 
     The activities must be ordered by start time.
     """
-    busy, end = 0.0, float("-inf")
+    return sum(busy for _, _, busy in _timeline(activities))
+
+
+def _timeline(activities: Sequence[GpuActivity]) -> Iterator[tuple[GpuActivity, float, float]]:
+    """Yield each activity with the idle microseconds before it, and its own busy microseconds.
+
+    If two activities overlap, the time of the overlap counts for the one that started first.
+    """
+    end = activities[0].start if activities else 0.0
     for activity in activities:
-        own_end = activity.start + activity.duration
-        busy += max(0.0, own_end - max(end, activity.start))
-        end = max(end, own_end)
-    return busy
+        start, stop = max(end, activity.start), activity.start + activity.duration
+        yield activity, start - end, max(0.0, stop - start)
+        end = max(end, stop)
 
 
 def communication_milliseconds(activities: Sequence[GpuActivity]) -> tuple[float, float]:
@@ -153,8 +151,8 @@ def communication_milliseconds(activities: Sequence[GpuActivity]) -> tuple[float
     Returns:
         Milliseconds in which NCCL kernels run, and milliseconds in which only NCCL kernels run.
     """
-    nccl = [activity for activity in activities if activity.name.startswith("nccl")]
-    others = [activity for activity in activities if not activity.name.startswith("nccl")]
+    nccl = [activity for activity in activities if _is_communication(activity)]
+    others = [activity for activity in activities if not _is_communication(activity)]
     exposed = busy_microseconds(activities) - busy_microseconds(others)
     return busy_microseconds(nccl) / 1000, exposed / 1000
 
@@ -169,15 +167,39 @@ def milliseconds_by_stage(activities: Sequence[GpuActivity]) -> dict[str, float]
         activities: GPU activities of one batch, ordered by start time; at least one.
     """
     times = dict.fromkeys((*STAGES, IDLE), 0.0)
-    stage, end = 0, activities[0].start
-    for activity in activities:
+    stage = 0
+    for activity, idle, busy in _timeline(activities):
         next_stage = _FIRST_KERNELS[stage] if stage < len(_FIRST_KERNELS) else ()
         stage += any(name in activity.name for name in next_stage)
-        busy_from, busy_to = max(end, activity.start), activity.start + activity.duration
-        times[IDLE] += (busy_from - end) / 1000
-        times[STAGES[stage]] += max(0.0, busy_to - busy_from) / 1000
-        end = max(end, busy_to)
+        times[IDLE] += idle / 1000
+        times[STAGES[stage]] += busy / 1000
     return times
+
+
+def milliseconds_by_kind(activities: Sequence[GpuActivity]) -> dict[str, float]:
+    """Return the GPU milliseconds of a training step by kind of kernel, and of idle time.
+
+    The keys are `KERNEL_KINDS` and `IDLE`. The values sum up to the duration of the step: if NCCL
+    and another kernel overlap, the time of the overlap counts for the other kernel.
+
+    Args:
+        activities: GPU activities of a step, ordered by start time.
+    """
+    times = dict.fromkeys((*KERNEL_KINDS, IDLE), 0.0)
+    _, times[NCCL] = communication_milliseconds(activities)
+    for activity, _, busy in _timeline([x for x in activities if not _is_communication(x)]):
+        times[_kind(activity.name)] += busy / 1000
+    times[IDLE] = sum(idle for _, idle, _ in _timeline(activities)) / 1000
+    return times
+
+
+def _kind(name: str) -> str:
+    kinds = (kind for kind, parts in _KERNEL_KINDS.items() if any(part in name for part in parts))
+    return next(kinds, _OTHER)
+
+
+def _is_communication(activity: GpuActivity) -> bool:
+    return activity.name.startswith("nccl")
 
 
 def mean_milliseconds_by_stage(activities: Sequence[GpuActivity], batches: int) -> dict[str, float]:
@@ -217,69 +239,3 @@ def costliest_kernels(
         for name, own in durations.items()
     ]
     return sorted(totals, key=lambda total: -total.milliseconds)[:count]
-
-
-def measure_matmul_rooflines(
-    precisions: Sequence[Precision], config: ModelConfig, bucket: ShapeBucket
-) -> Iterator[MatmulRoofline]:
-    """Yield the upper bound of a model's throughput on the current GPU, once per precision.
-
-    Without a GPU, yield nothing. `bucket` is the model's input size.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return
-    flops = flops_per_image(config, bucket)
-    for precision in precisions:
-        yield MatmulRoofline(precision, matmul_teraflops(precision, MATMUL_SIDE, "cuda"), flops)
-
-
-def flops_per_image(config: ModelConfig, bucket: ShapeBucket) -> int:
-    """Return the number of floating-point operations for one image of the size `bucket`.
-
-    Only convolutions and matrix products count. A multiply-add counts as two operations. The model
-    runs on the meta device, so nothing is computed.
-    """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from ...model.mask_rcnn import MaskRCNN
-
-    with torch.device("meta"):
-        model = MaskRCNN(config).eval()
-        images = torch.empty(1, 3, *bucket, dtype=torch.uint8)
-        sizes = torch.empty(1, 2, dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter, torch.inference_mode():
-        model.detect(images, sizes)
-    flops: int = counter.get_total_flops()
-    return flops
-
-
-def matmul_teraflops(precision: Precision, side: int, device: str, seconds: float = 0.5) -> float:
-    """Return the rate of the product of two matrices [side, side] in 10^12 operations per second.
-
-    Args:
-        precision: Precision of the product. `tf32` enables TF32 in this process, and every other
-            precision disables it.
-        side: Number of rows and of columns of each matrix.
-        device: `cuda` or `cpu`.
-        seconds: Length of the measurement, after a warm-up of the same length.
-    """
-    import torch
-
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
-    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    enqueue = partial(torch.mm, left, right, out=torch.empty_like(left))
-
-    def synchronize() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    def run() -> None:
-        enqueue()
-        synchronize()
-
-    count = len(measure_durations(run, seconds))
-    return 2 * side**3 * measure_call_rate(enqueue, synchronize, count) / 1e12
