@@ -6,7 +6,7 @@ import os
 __version__ = "0.1.0"
 
 # Without this variable, ONNX Runtime looks up its telemetry server and stores a device id in the
-# user's cache folder. ONNX Runtime reads it once, on import, so set it before other imports.
+# user's cache folder. It reads the variable once, on import, so set it before other imports.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 # `module:attribute` by public name. A module is imported when its name is first used, because

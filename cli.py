@@ -117,11 +117,12 @@ def cli() -> None:
 def main() -> NoReturn:
     """Run the command line. Exit code: 0 success, 1 failure, 2 usage error, 130 interrupted."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        # As on standard error: file names can have bytes that are not text, and class names can
-        # have characters that the encoding lacks.
+        # Escape characters that cannot be printed, as Python does on standard error. File names can
+        # have bytes that are not text, and class names characters that the encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Full collections traverse all objects, in vain while the modules of torch are imported or a
-    # model is traced. With Python's default of 10, they take a tenth of both times.
+    # A full garbage collection traverses all objects. It frees nothing while torch is imported or a
+    # model is traced. With Python's default threshold of 10, full collections take a tenth of the
+    # time of both.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
     try:
         # If `standalone_mode` is False, click returns None after a command, and the exit code after
@@ -191,7 +192,7 @@ def _message_of_user_error(error: Exception, args: Sequence[str]) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in _DISK_FULL:  # a write error has no file name
-        return f"{error.strerror} while writing a file or the output; make space and try again"
+        return f"{error.strerror} while writing a file or the output; free disk space and try again"
     if (
         isinstance(error, UnicodeEncodeError)
         and error.encoding == "utf-8"

@@ -36,7 +36,8 @@ from .settings import ExportSettings, check_buckets, check_precisions, checked_d
 from .torch_program.fused_modules import optimize_for_gpu
 from .torch_program.program import Compilation, compile_programs, program_from_model, write_program
 
-# Type of weights and features, where it is not the precision. TF32 is a mode of fp32 arithmetic.
+# Data type of weights and features, for each precision that is not a data type itself. TF32 is a
+# mode of fp32 arithmetic.
 _TYPES: dict[Precision, Precision] = {"tf32": "fp32"}
 
 # Data type of the `images` input by its name in the manifest.
@@ -86,7 +87,7 @@ def bundle_from_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint cannot be read or converted.
-        ZooError: no published model has this name, or this program does not support that model.
+        ZooError: no published model has this name, or this package does not support that model.
         DownloadError: the download failed, or the file has another checksum.
         EngineError: an engine cannot be built, or a target GPU does not support one of the
             precisions.
@@ -141,7 +142,7 @@ def _export_graphs(
         for bucket in dict.fromkeys(settings.buckets):
             path = folder / f"model-{types}-{bucket}{ARTIFACT_SUFFIXES['onnx']}"
             if path.name not in hashes:
-                settings.report(f"exporting {types} for inputs of {bucket}")
+                settings.report(f"exporting {types} to ONNX for inputs of {bucket}")
                 graph = onnx_from_model(model, bucket, _INPUT_DTYPES[settings.input_dtype])
                 quantize = {"int8": quantized_model, "fp8": float8_model}.get(precision)
                 if quantize is not None:
@@ -166,7 +167,7 @@ def _export_programs(
 ) -> list[Artifact]:
     """Write a checkpoint's torch programs, and return their manifest entries.
 
-    If this machine has a GPU, also compile each program for this GPU.
+    If this machine has a GPU, also compile each torch program for this GPU.
     """
     hashes: dict[Path, str] = {}
     compilations = []
@@ -185,7 +186,7 @@ def _export_programs(
                 hashes[path] = sha256_of(path)
             compilations.append(Compilation(path, precision, bucket, dtype))
     if torch.cuda.is_available():
-        settings.report("compiling the programs for this machine's GPU")
+        settings.report("compiling the torch programs for this machine's GPU")
     return [
         Artifact(
             path=c.path.name,
@@ -203,14 +204,15 @@ def _export_programs(
 def _engine_sources(
     checkpoint: Checkpoint, graphs: Sequence[Artifact], partial: Path, settings: ExportSettings
 ) -> list[tuple[Artifact, Path]]:
-    """Return the manifest entry and the path of each ONNX file to build an engine from.
+    """Return the manifest entry and path of each ONNX file from which an engine will be built.
 
     Engines are built from the bundle's ONNX files, with two exceptions:
 
-    - Engines in bf16 and fp8 need ONNX files that a bundle does not have. Write these to a separate
-      folder.
-    - If a top-k in the checkpoint's configuration exceeds TensorRT's limit, write ONNX files in all
-      precisions to the separate folder, with the top-k reduced to the limit. Use only these files.
+    - For bf16 and fp8, ONNX files are written to a separate folder, because a bundle has no ONNX
+      files in these precisions.
+    - If a top-k in the checkpoint's configuration exceeds TensorRT's limit, ONNX files in all
+      precisions are written to the separate folder, with the top-k reduced to the limit. All
+      engines are built from these files.
 
     Args:
         checkpoint: checkpoint to export.
@@ -221,7 +223,7 @@ def _engine_sources(
     limited, changes = limited_checkpoint(checkpoint)
     if changes:
         settings.report(
-            f"TensorRT selects at most {TOP_K_LIMIT} candidates, so its engines have {changes}"
+            f"TensorRT's TopK selects at most {TOP_K_LIMIT} candidates; its engines use {changes}"
         )
         graphs = []
     else:
@@ -249,7 +251,7 @@ def _build_engine(
         folder: folder for the engine file.
         report: function that is called with one sentence at the start.
     """
-    report(f"building {graph.precision} for inputs of {graph.bucket} with {builder.product}")
+    report(f"building a {builder.product} engine in {graph.precision} for inputs of {graph.bucket}")
     path = folder / f"model-{graph.precision}-{graph.bucket}{ARTIFACT_SUFFIXES[builder.kind]}"
     build = builder.build(source, path, graph.precision)
     return Artifact(

@@ -104,12 +104,12 @@ class VariadicCommand(click.Command):
 @click.argument("checkpoint")
 @click.option(
     "-o", "--output", "bundle", required=True, type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the bundle. If it holds a bundle of the same checkpoint, precisions, sizes and "
-    "engines are added to that; a bundle of another checkpoint is replaced.",
+    help="Folder of the bundle. If it holds a bundle of the same checkpoint, the new files are "
+    "added to that bundle; a bundle of another checkpoint is replaced.",
 )  # fmt: skip
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
-    default=("fp32", "fp16"), show_default=True, help="Precisions, one or more.",
+    default=("fp32", "fp16"), show_default=True, help="Precisions to export, one or more.",
 )  # fmt: skip
 @click.option(
     "--shape", "buckets", multiple=True, type=BucketType(),
@@ -118,16 +118,16 @@ class VariadicCommand(click.Command):
 )  # fmt: skip
 @click.option(
     "--input-dtype", type=click.Choice(["uint8", "float32"]),
-    help="Type of the image input. Values are 0..255 for both. Default: float32 for weights of "
-    "torchvision, whose resize rule does not round, else uint8.",
+    help="Data type of input images. Pixel values are 0..255 in both types. Default: float32 if "
+    "the checkpoint resizes images as torchvision does, without rounding pixel values, else uint8.",
 )  # fmt: skip
 @click.option(
     "--calibration", metavar="IMAGES",
-    help="Folder of images, from which the ranges of values for int8 and fp8 are measured.",
+    help="Folder of images on which the value ranges of tensors are measured, for int8 and fp8.",
 )  # fmt: skip
 @click.option(
     "--samples", metavar="IMAGES",
-    help="Folder of images, of which the first six become samples on the server's web page.",
+    help="Folder of images. The first six become samples on the server's web page.",
 )  # fmt: skip
 @engine_options
 @click.option(
@@ -139,7 +139,7 @@ class VariadicCommand(click.Command):
 @click.option(
     "--verify", "images", metavar="[IMAGES]", is_flag=False, flag_value="",
     help="Compare ONNX files and torch programs with the checkpoint on an image or a folder of "
-    "images. Without a value, use noise.",
+    "images. Without IMAGES, compare on noise.",
 )  # fmt: skip
 def export(
     checkpoint: str,
@@ -191,7 +191,7 @@ def export(
         for_triton=triton_repository is not None,
         **engines,
     )
-    with exit_on_signals():  # so that the temporary folder is removed
+    with exit_on_signals():  # so that a signal does not leave the temporary folder
         manifest = bundle_from_checkpoint(
             checkpoint,
             bundle,
@@ -205,7 +205,7 @@ def export(
         )
     if sample_paths:
         copy_samples(sample_paths, bundle)
-    click.echo(f"the bundle is {bundle}")
+    click.echo(f"wrote the bundle {bundle}")
     if images is not None:
         _verify(checkpoint, bundle, manifest, image_paths)
     if triton_repository is not None:
@@ -238,7 +238,8 @@ def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path
 def table_of(comparisons: "list[Comparison]") -> Table:
     """Return a table of differences in detections between exported models and their checkpoint.
 
-    Each row shows one ONNX file or torch program. The last rows show the tolerances by precision.
+    Each row shows one ONNX file or torch program. Below them, one row per precision shows its
+    tolerances.
     """
     names = ("artifact", "images", "found", "boxes px", "scores", "masks", "outside", "")
     table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -260,7 +261,7 @@ def table_of(comparisons: "list[Comparison]") -> Table:
 def _images_in(path: Path, option: str) -> list[Path]:
     if path.is_file():
         return [path]
-    # Data sets often have their images in subfolders only.
+    # If the folder itself has no images, search its subfolders, where data sets often have them.
     found = (sorted(filter(is_image_file, path.glob(pattern))) for pattern in ("*", "**/*"))
     images = next(filter(None, found), [])
     if not images:

@@ -47,13 +47,13 @@ def check_output_folder(bundle: Path) -> None:
             other_files.clear()
     if other_files:
         raise BundleError(
-            f"{bundle} exists and holds {min(other_files)}, which is not part of a bundle; choose "
-            "another folder"
+            f"{bundle} already holds {min(other_files)}, a file or folder that does not belong to "
+            "a bundle; choose another folder"
         )
     if Path.cwd().is_relative_to(bundle.resolve()):
         # The user's shell would stay in the deleted folder, in which relative paths do not work.
         raise BundleError(
-            f"{bundle} is the current folder or contains it, so it cannot be replaced; run the "
+            f"{bundle} cannot be replaced, because it is or contains the current folder; run the "
             "export in another folder"
         )
     if bundle.resolve().is_mount():
@@ -112,10 +112,10 @@ def _remove_leftovers(path: Path) -> None:
 
     If an export was killed while it replaced `path`, also restore the older folder as `path`.
     """
-    # The eight random characters of `tempfile`. With `*`, the pattern of a bundle `m` would match
-    # the temporary folders of a bundle `m.v2`, too.
+    # `tempfile` appends eight random characters. Match exactly eight, because with `*`, the pattern
+    # of a bundle `m` would also match the temporary folders of a bundle `m.v2`.
     for lock in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 8}/{_LOCK_NAME}"):
-        # OSError: the export is alive and holds the lock, or the folder is another user's.
+        # OSError: the export still runs and holds the lock, or another user owns the folder.
         with suppress(OSError), lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             older = lock.with_name("older")
@@ -131,7 +131,7 @@ def with_older_artifacts(
 
     A model of the older bundle is left out if the new bundle has a model of the same kind,
     precision and input size, or if one of the older model's files is missing. If the older bundle
-    is damaged, or belongs to another checkpoint, model configuration or version of this program,
+    is damaged, or belongs to another checkpoint, model configuration or version of this package,
     none of its models is kept. Its sample images are kept in any case.
 
     Args:
@@ -139,7 +139,7 @@ def with_older_artifacts(
         folder: Folder of the new bundle. The older bundle's files are linked or copied into it.
         bundle: Folder of the older bundle. It may be absent.
         report: Function that is called with one sentence if the older bundle belongs to another
-            checkpoint, configuration or version.
+            checkpoint, model configuration or package version.
 
     Returns:
         The manifest of the new bundle, extended by the older models.
@@ -174,7 +174,7 @@ def _with_file_of(new: Artifact, older: Artifact) -> Artifact:
     """
     update: dict[str, Any] = {"sha256": new.sha256, "input_dtype": new.input_dtype}
     if new.input_dtype != older.input_dtype:
-        update["compiled"] = None  # it was compiled for the other type
+        update["compiled"] = None  # it was compiled for the older input dtype
     return older.model_copy(update=update)
 
 
@@ -209,9 +209,9 @@ def copy_samples(samples: Iterable[Path], bundle: Path) -> None:
 
 
 def _model_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest fields that are equal in all bundles of a model and program version.
+    """Return the manifest fields that identify a bundle's model and the exporting version.
 
-    Two bundles with equal fields contain the same model.
+    Two bundles with equal fields contain the same model, exported by the same package version.
     """
     own: Any = {"artifacts": True, "provenance": {"checkpoint", "exported_at"}}
     return manifest.model_dump(exclude=own)

@@ -66,8 +66,8 @@ def check_precisions(
         )
     if is_calibrated and not set(precisions) & set(QUANTIZED_PRECISIONS):
         raise BundleError(
-            f"{', '.join(precisions)} need no calibration; leave out --calibration, or add "
-            f"--precision {' or '.join(QUANTIZED_PRECISIONS)}"
+            f"the precisions {', '.join(precisions)} need no calibration; leave out --calibration, "
+            f"or add --precision {' or '.join(QUANTIZED_PRECISIONS)}"
         )
 
 
@@ -85,9 +85,9 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
                 f"the input size {bucket} must be a multiple of {BUCKET_STEP} pixels on both "
                 "sides; choose another --shape"
             )
-        # The server rejects larger images by default. The largest feature maps have 16 values per
-        # image pixel. At this limit, the maps of one image have half of the 2**31 values that a
-        # 32-bit index reaches.
+        # By default, the server rejects images with more than MAX_PIXELS pixels. The largest
+        # feature map has 16 values per image pixel. At this limit, the map of one image therefore
+        # has half of the 2**31 values that a 32-bit index reaches.
         if bucket.height * bucket.width > MAX_PIXELS:
             raise BundleError(
                 f"the input size {bucket} has more than {MAX_PIXELS} pixels; choose a smaller "

@@ -44,14 +44,15 @@ def triton_repository_from_bundle(bundle: Path, repository: Path) -> tuple[str, 
 
     Raises:
         BundleError: the bundle cannot be read, or holds neither ONNX files nor TensorRT plans. Or a
-            plan has plugins and a profile of several batch sizes, which leaks GPU memory in Triton.
+            plan has plugins and a profile of several batch sizes. Such a plan leaks GPU memory in
+            Triton.
     """
     manifest = read_manifest(bundle)
     served = [artifact for artifact in manifest.artifacts if artifact.kind in _PLATFORMS]
     if not served:
         raise BundleError(
-            f"{bundle} holds neither ONNX files nor TensorRT plans, which Triton needs; export the "
-            "model again with --precision fp32 or fp16, which writes ONNX files"
+            f"Triton needs ONNX files or TensorRT plans, but the bundle {bundle} holds neither; "
+            "export the model again with --precision fp32 or fp16, which writes ONNX files"
         )
     for artifact in served:
         _check_profiles(bundle, artifact)
@@ -70,8 +71,8 @@ def _check_profiles(bundle: Path, artifact: Artifact) -> None:
     if build and build.plugins and any(profile.min < profile.max for profile in build.profiles):
         raise BundleError(
             f"{bundle / artifact.path} has plugins and an optimization profile with several batch "
-            "sizes, which leaks GPU memory in Triton "
-            "(https://github.com/NVIDIA/TensorRT/issues/4849); export the bundle again with "
+            "sizes; such an engine leaks GPU memory in Triton "
+            "(https://github.com/NVIDIA/TensorRT/issues/4849). Export the bundle again with "
             "--triton-repository, which builds one profile per batch size, or with --no-plugins"
         )
 
@@ -113,8 +114,8 @@ def _config(name: str, manifest: Manifest, artifact: Artifact) -> dict[str, Any]
         # Triton selects one of these profiles for each batch.
         indices = [str(index) for index in range(len(profiles))]
         settings = {"instance_group": [{"kind": BareWord("KIND_GPU"), "profile": indices}]}
-        # Allocate what the current profile needs. By default, each profile's context reserves the
-        # memory that the largest batch needs.
+        # Allocate the memory that the current profile needs. By default, each profile's execution
+        # context reserves the memory that the largest batch needs.
         text["execution_context_allocation_strategy"] = "ON_PROFILE_CHANGE"
     else:
         settings = _onnx_settings(artifact)
@@ -139,7 +140,7 @@ def _config(name: str, manifest: Manifest, artifact: Artifact) -> dict[str, Any]
 
 
 def _onnx_settings(artifact: Artifact) -> dict[str, Any]:
-    """Return Triton's settings for an ONNX model: ONNX Runtime's CUDA options for a precision."""
+    """Return Triton's settings for an ONNX model: ONNX Runtime's CUDA options for its precision."""
     options = {"prefer_nhwc": "1", "use_tf32": "1"}
     if artifact.precision == "fp32":
         # ONNX Runtime's default, the exhaustive search, picks an fp32 algorithm that takes 72 GB
@@ -155,7 +156,7 @@ def _tensors_of(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the fields `input` and `output` of Triton's `config.pbtxt` for an exported model.
 
-    They do not depend on the model's precision.
+    The fields do not depend on the model's precision.
     """
     detections, side = manifest.max_detections, manifest.mask_side
     pixels = {"uint8": "UINT8", "float32": "FP32"}[artifact.input_dtype]
@@ -202,7 +203,7 @@ class BareWord(str):
 
 
 def _lines(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a message in Protocol Buffers text format, without a schema of it.
+    """Yield the lines of a message in Protocol Buffers text format. No schema is needed.
 
     Args:
         message: Values by field name. A value is a string, a number, a `BareWord`, a mapping (a

@@ -60,8 +60,8 @@ class Comparison:
     tolerance: Tolerance
     images: int = 0
     detections: int = 0
-    # Detections of the checkpoint that the artifact misses, or reproduces outside the tolerance,
-    # plus additional detections of the artifact.
+    # Number of the checkpoint's detections that the artifact misses, or reproduces outside the
+    # tolerance, plus the number of additional detections of the artifact.
     missed: int = 0
     # Largest differences over the matched detections, in the units of `Tolerance`. NaN: an output
     # is not finite.
@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether all outputs are finite, and few enough detections are wrong."""
+        """Whether all outputs are finite, and at most the allowed share of detections is wrong."""
         differences = (self.boxes, self.scores, self.masks)
         return bool(np.isfinite(differences).all()) and (
             self.missed <= self.tolerance.share * self.detections
@@ -212,7 +212,7 @@ def _compare_image(
 ) -> None:
     """Compare each expected detection with the actual one of the same label that overlaps most.
 
-    Actual detections that are then left over are additional ones.
+    Actual detections above `floor` that match no expected detection are counted as missed, too.
 
     Args:
         comparison: result to update.

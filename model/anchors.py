@@ -63,7 +63,7 @@ def grid_steps(
     """
     if config.convention != "torchvision":
         return [(stride, stride) for stride in strides]
-    # Divide the input size by the grid size and round down, as torchvision does, so that its
-    # weights give the same results. Unless the input size is a multiple of 64, the distances in the
-    # coarsest level are slightly smaller than the stride.
+    # Divide the input size by the grid size and round down, as torchvision does, so that weights of
+    # torchvision give the same results. Unless the input size is a multiple of 64, the distances in
+    # the coarsest level are slightly smaller than the stride.
     return [(input_size[0] // rows, input_size[1] // columns) for rows, columns in grid_sizes]

@@ -24,7 +24,7 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     Raises:
         OSError: The file cannot be written.
     """
-    # Neither /dev/null nor the link /dev/stdout must be replaced.
+    # Do not replace devices such as /dev/null, or the link /dev/stdout.
     if path.exists() and (not path.is_file() or path.absolute().parts[1] in ("dev", "proc")):
         with path.open("wb") as file:
             yield file

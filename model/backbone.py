@@ -33,8 +33,8 @@ class FrozenBatchNorm2d(ops.FrozenBatchNorm2d):  # type: ignore[misc]
             for values in (self.weight, self.bias, self.running_mean, self.running_var)
         )
         scale = weight * (variance + self.eps).rsqrt()
-        # torchvision does not convert scale and shift. Under autocast, its result is float32 and
-        # takes twice the memory and the time.
+        # torchvision's module does not convert scale and shift to the dtype of `x`. Under autocast,
+        # its result is float32, which takes twice the memory and time of a 16-bit result.
         normalised: Tensor = x * scale.to(x.dtype) + (bias - mean * scale).to(x.dtype)
         return normalised
 
@@ -152,7 +152,7 @@ class Backbone(nn.Module):
         self.freeze(config.frozen_stages)
 
     def freeze(self, stages: int = len(_STAGES)) -> None:
-        """Freeze weights and batch-norm statistics of the first `stages` stages. 1: the stem."""
+        """Freeze weights and batch-norm statistics of the first `stages` stages; 1 is the stem."""
         names = [name for stage in _STAGES[:stages] for name in stage if name in self.body]
         self._frozen = [self.body[name].requires_grad_(False) for name in names]
         self.train(self.training)
@@ -177,8 +177,7 @@ class Backbone(nn.Module):
     def first_stages(self, features: Tensor) -> list[Tensor]:
         """Return the maps of the ResNet's stages before `layer4`, finest first.
 
-        Without a pyramid, only the last of these maps is returned. `features` is the output of
-        `stem`.
+        Without a pyramid, only the map of `layer3` is returned. `features` is the output of `stem`.
         """
         maps = []
         for name in ("layer1", "layer2", "layer3"):

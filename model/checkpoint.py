@@ -78,8 +78,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 def unreadable_file_message(path: Path, error: OSError) -> str:
     """Return the message of a `CheckpointError` for a file that the system cannot read."""
     return (
-        f"cannot read {path}: {error.strerror or error}; make it a file that this user may read, "
-        "or give another one"
+        f"cannot read {path}: {error.strerror or error}; make the file readable for this user, or "
+        "give another file"
     )
 
 
@@ -98,8 +98,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != _FORMAT:
             raise CheckpointError(
-                f"{path} has checkpoint format {content['format']}, but this version reads format "
-                f"{_FORMAT}; use the program version that wrote the checkpoint"
+                f"{path} has checkpoint format {content['format']}, but this version of the "
+                f"program reads format {_FORMAT}; use the version that wrote the checkpoint"
             )
         return Checkpoint(
             model_config=_model_config_from(content["model_config"], path),
@@ -130,7 +130,6 @@ def _model_config_from(values: Any, path: Path) -> ModelConfig:
         return ModelConfig.model_validate(values)
     except ValidationError as error:
         raise CheckpointError(
-            f"{path} has a model setting that this version does not support: "
-            f"{validation_message(error, ModelConfig)}; use the program version that wrote the "
-            "checkpoint"
+            f"{path} has a model setting that this version of the program does not support: "
+            f"{validation_message(error, ModelConfig)}; use the version that wrote the checkpoint"
         ) from error

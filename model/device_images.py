@@ -1,10 +1,10 @@
 """JPEG decoding and resizing on the model's device.
 
 On a CPU, and on the JPEG decoder hardware of a GPU, decoded pixels equal Pillow's. If a GPU lacks
-this hardware, or the hardware does not support a JPEG (such as a progressive one), torchvision
-decodes the JPEG through nvJPEG's RGB output, which repeats subsampled chroma instead of
-interpolating it. The tests allow these absolute differences between torchvision's pixel values
-(0..255) and Pillow's:
+this hardware, or the hardware does not support a JPEG (for example a progressive JPEG), torchvision
+decodes the JPEG. It uses nvJPEG's RGB output, which repeats subsampled chroma values, whereas
+Pillow interpolates them. The tests allow these absolute differences between torchvision's pixel
+values (0..255) and Pillow's:
 
     chroma resolution   mean    maximum
     full                1.5     16
@@ -28,13 +28,13 @@ from .bundle.spec import ResizeRule
 from .hardware_jpegs import hardware_jpeg_decoder
 from .image_limits import ImageError
 
-# When a tensor first shares read-only memory, torch warns that writes to it are undefined. It warns
-# once per process: trigger the warning here, where it is suppressed.
+# Once per process, torch warns that writes to a tensor in read-only memory are undefined. Trigger
+# this warning here, where it is suppressed.
 with warnings.catch_warnings(action="ignore"):
     torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
-# EXIF orientations whose images must be transposed, and those whose order of rows or of columns
-# must then be reversed.
+# EXIF orientations of images that must be transposed, and of images whose rows or columns must be
+# reversed after that.
 _TRANSPOSED = frozenset({5, 6, 7, 8})
 _MIRRORED_ROWS = frozenset({3, 4, 7, 8})
 _MIRRORED_COLUMNS = frozenset({2, 3, 6, 7})

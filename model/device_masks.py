@@ -17,7 +17,8 @@ from .masks import MaskPaste
 # masks in an image 1000 pixels wide, the buffers take 7 MB on the device, and 0.4 MB of pinned host
 # memory.
 
-# RLE runs per mask. A convex object has two runs per image column, so one 8192 pixels wide fits.
+# RLE runs per mask. A convex object has two runs per image column, so an object that is 8192 pixels
+# wide fits.
 RUN_CAPACITY: Final = 1 << 14
 # RLE characters per mask and image column, on average over the masks. A convex object has less than
 # two characters per column.
@@ -116,12 +117,12 @@ def selected_rles(
 
 
 def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp]) -> list[bytes]:
-    """Encode masks of any number of RLE runs, and return their COCO `counts`.
+    """Encode masks that can have any number of RLE runs, and return their COCO `counts`.
 
     `chosen` are flat indices of masks in the batch: image * D + detection.
     """
-    # Few transfers between host and device: each waits for all earlier work in the stream, which
-    # also encodes masks of other batches again.
+    # Make few transfers between host and device. Each transfer waits for all earlier work in the
+    # stream, in which masks of other batches are encoded again, too.
     index = torch.from_numpy(chosen).to(masks.boxes.device)
     probabilities = masks.probabilities.flatten(0, 1)[index]
     boxes = masks.boxes.flatten(0, 1)[index]
@@ -148,6 +149,6 @@ def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp]) -> list[bytes]:
 def _slices(
     text: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> list[bytes]:
-    """Return the bytes of `text` from each of `starts` to the corresponding one of `ends`."""
+    """Return the bytes of `text` in each range from `starts[i]` to `ends[i]` (excluded)."""
     data = text.data
     return [bytes(data[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]

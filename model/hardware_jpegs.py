@@ -111,8 +111,8 @@ class HardwareJpegDecoder:
     def __init__(self, library: _Library, handle: c_void_p, device: torch.device) -> None:
         """Take ownership of an nvJPEG handle that was created for the GPU `device`.
 
-        Instead of this constructor, use the function `hardware_jpeg_decoder`, which creates the
-        handle and shares one decoder per GPU.
+        Do not call this constructor directly. The function `hardware_jpeg_decoder` creates the
+        handle, and returns the same decoder to all callers for a GPU.
         """
         self._library = library
         self._handle = handle
@@ -200,7 +200,7 @@ class HardwareJpegDecoder:
                 self._slots.append(slot)
 
     def _take_slot(self) -> _Slot:
-        """Return an nvJPEG state (slot) whose last batch is complete. If all are busy, create one.
+        """Return a slot (nvJPEG state) that is not decoding a batch. If all are busy, create one.
 
         The slot is removed from the decoder's list of slots until the caller adds it again.
         """

@@ -33,8 +33,8 @@ from .upright_images import upright_rgb
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 
 _START_OF_JPEG = b"\xff\xd8\xff"
-# Memory in bytes per pixel: of an image in Pillow; at the peak of decoding and resizing; and at the
-# same peak for WebP, of which libwebp holds several copies.
+# Memory in bytes per pixel of an image: after Pillow has loaded it; at the peak of decoding and
+# resizing; and at this peak for a WebP image, because libwebp holds several copies.
 _PILLOW_BYTES, _BYTES_PER_PIXEL, _WEBP_BYTES_PER_PIXEL = 4, 8, 18
 # Bit depths of cameras' sensors. Values in a 16-bit file may use only the lowest 10 bits, for
 # example. If only the highest 8 of the 16 bits were kept, such an image would turn dark.
@@ -61,13 +61,13 @@ def is_jpeg(data: bytes) -> bool:
 def read_header(
     data: bytes, *, max_pixels: int = MAX_PIXELS, apply_orientation: bool = True
 ) -> ImageHeader:
-    """Read the header of an encoded image, without decoding the pixels.
+    """Return the properties of an encoded image from its header, without decoding the pixels.
 
     Args:
         data: the encoded image.
         max_pixels: images with more pixels are rejected.
-        apply_orientation: return the size of the image after its EXIF rotation. False: return the
-            stored size, and orientation 1.
+        apply_orientation: True: return the EXIF orientation, and the size after the rotation.
+            False: return orientation 1, and the stored size.
 
     Raises:
         ImageError: the data are not a JPEG, PNG or WebP image, the header is damaged, or the image
@@ -140,7 +140,7 @@ def decoding_memory(data: bytes, *, max_pixels: int = MAX_PIXELS) -> int:
     elif isinstance(image, JpegImageFile) and not ends_with_scan(
         image, data, find_first_scan(data)
     ):
-        # Of a JPEG with several scans, libjpeg keeps all coefficients, of two bytes each, until the
+        # libjpeg keeps all coefficients of a JPEG with several scans, two bytes each, until the
         # last scan.
         areas = [across * down for _, across, down, _ in image.layer]
         per_pixel = max(per_pixel, _PILLOW_BYTES + 2 * sum(areas) / max(areas))

@@ -33,7 +33,7 @@ _PLUGINS: dict[bytes, type[ImageFile]] = {
     b"II*\0": TiffImageFile,
     b"MM\0*": TiffImageFile,
 }
-# Pillow's modes that PNG stores without loss, and those that are converted to RGB first.
+# Pillow's modes that PNG stores without loss, and modes that are converted to RGB first.
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 _COLOUR_MODES = ("CMYK", "YCbCr", "LAB", "RGBX", "RGBa", "PA")
 # EXIF orientations whose rotations undo each other. The transposition of any other orientation
@@ -171,7 +171,7 @@ def _png_compatible(image: Image, has_deep_colours: bool) -> Image:
         return image.convert("RGB")
     if image.mode not in _PNG_MODES:
         raise ImageError(
-            f"the image has pixels of Pillow's mode {image.mode}, which is not supported; convert "
-            "it to 8-bit colours, or 8-bit or 16-bit grey"
+            f"pixels of Pillow's mode {image.mode} are not supported; convert the image to 8-bit "
+            "colours, or to 8-bit or 16-bit grey"
         )
     return image

@@ -26,12 +26,13 @@ _MAX_SCANS, _MAX_SCANNED_PIXELS = 100, 16 * MAX_PIXELS
 # Markers of arithmetic coding, with which a block of 64 pixels can take less than one bit. The
 # limit `MAX_PIXELS_PER_BYTE` does not apply to such files.
 _ARITHMETIC_CODING = (b"\xff\xc9", b"\xff\xca")
-# Maximum number of segments before the first scan of a JPEG, and again from that scan on. A large
-# colour profile or description takes hundreds.
+# Maximum number of segments before the first scan of a JPEG. The same limit applies to the rest of
+# the file. A large colour profile or description takes hundreds of segments.
 _MAX_SEGMENTS = 2000
 # Maximum bytes between the segments of a JPEG's header.
 _MAX_JUNK = 4096
-# Maximum chunks of a PNG; at the usual 8 KiB per chunk the largest allowed image has fewer.
+# Maximum number of chunks of a PNG. With the usual 8 KiB per chunk, the largest allowed image has
+# fewer chunks.
 _MAX_CHUNKS = 100_000
 
 
@@ -48,7 +49,8 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
     size = f"the image is {height}x{width} pixels (height x width)"
     if height * width > max_pixels:
         raise ImageError(
-            f"{size}, more than the {max_pixels} pixels allowed (setting of a server: max_pixels)"
+            f"{size}, more than the {max_pixels} pixels allowed; use a smaller image (a server has "
+            "the setting max_pixels for this limit)"
         )
     if min(height, width) < MIN_SIDE:
         raise ImageError(f"{size}, but each side must have at least {MIN_SIDE} pixels")
@@ -79,20 +81,20 @@ def check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:
     allowed = min(_MAX_SCANS, _MAX_SCANNED_PIXELS // pixels)
     if ends_with_scan(image, data, first_scan):
         return
-    # This count is fast but too high: it includes thumbnails, and videos behind the image's end.
-    # Only if it exceeds the limit are the scans counted exactly.
+    # This count is fast but can be too high: it includes the scans of thumbnails, and of videos
+    # after the end of the image. If it exceeds the limit, count the image's own scans.
     if _occurrences(_START_OF_SCAN, data) > allowed:
         _check_scans(data, first_scan, allowed)
 
 
 def ends_with_scan(image: ImageFile, data: bytes, first_scan: int) -> bool:
-    """Whether decoders stop after a JPEG's first scan, because it holds all colour components.
+    """Whether decoders stop after the first scan of a JPEG.
 
-    `first_scan` is the index of that scan's marker in `data`.
+    They stop if the JPEG is not progressive and its first scan holds all colour components.
+    `first_scan` is the index of the first scan's marker in `data`.
     """
     components = len(image.layer) if isinstance(image, JpegImageFile) else 0
-    # The number of components follows the marker and the length of the scan's header, of two bytes
-    # each.
+    # The number of components follows the scan's marker (two bytes) and header length (two bytes).
     in_scan = data[first_scan + 4 : first_scan + 5]
     return "progressive" not in image.info and in_scan == bytes([components & 255])
 
@@ -105,8 +107,8 @@ def find_first_scan(data: bytes) -> int:
     Raises:
         ImageError: the header has too many marker segments, or too many bytes between them.
     """
-    # Pillow parses the header in Python, and byte by byte between segments. Limit both, because a
-    # hostile header would take long.
+    # Pillow parses the header in Python, and reads byte by byte between segments. Limit the number
+    # of segments and of bytes between them, because a hostile header would take long.
     position, junk = 2, 0
     for _ in range(_MAX_SEGMENTS):
         match = _JPEG_MARKER.search(data, position)

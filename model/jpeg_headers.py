@@ -10,7 +10,7 @@ _START_OF_SCAN: Final = b"\xff\xda"
 # Markers of the accepted segments: JFIF header, comment, quantization tables, Huffman tables, and
 # interval of restart markers.
 _SEGMENTS: Final = (b"\xff\xe0", b"\xff\xfe", b"\xff\xdb", b"\xff\xc4", b"\xff\xdd")
-# Markers of the accepted frames: those of sequential Huffman coding.
+# Start-of-frame markers that are accepted: those of sequential Huffman coding.
 _FRAMES: Final = (b"\xff\xc0", b"\xff\xc1")
 _BITS: Final = b"\x08"
 # Count and identifiers of the components of grey and of YCbCr images.

@@ -84,7 +84,10 @@ class MaskRCNN(nn.Module):
     def losses(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return the sums and counts of a batch's losses. The arguments are those of `forward`."""
+        """Return the sums of a batch's losses, and the counts that divide them.
+
+        The arguments are those of `forward`.
+        """
         maps = self.first_stages(images, image_sizes)
         height, width = images.shape[2:]
         return self.losses_of_maps(maps, (height, width), image_sizes, targets, seeds)
@@ -104,7 +107,7 @@ class MaskRCNN(nn.Module):
         targets: Targets,
         seeds: Tensor,
     ) -> LossTerms:
-        """Return the sums and counts of a batch's losses, given the output of `first_stages`.
+        """Compute the same sums and counts as `losses` from the output of `first_stages`.
 
         Args:
             maps: output of `first_stages`.

@@ -17,7 +17,7 @@ from ..plugins.run_lengths import strings_from_runs
 MaskPaste = Literal["torchvision", "detectron2"]
 
 
-# Number of pixels that are pasted at a time; each takes about 16 bytes.
+# Number of pixels that are pasted at a time. Pasting takes about 16 bytes of memory per pixel.
 _CHUNK_PIXELS = 1 << 18
 
 
@@ -93,9 +93,9 @@ class _AxisSamples(NamedTuple):
 
     # First covered pixel; the others follow it.
     first: int
-    # Index of the last sample before each pixel.
+    # Index of the last sample at or before each pixel.
     low: NDArray[np.int64]
-    # Index of the next sample, at most the last one.
+    # Index of the sample after `low`. If `low` is the mask's last sample: `low` itself.
     high: NDArray[np.int64]
     # Weight of the sample at `high`.
     fraction: NDArray[np.float32]
@@ -182,8 +182,8 @@ def _counts_from_probabilities(
     low_SW, high_SW = mask[:, columns.low], mask[:, columns.high]
     rows_SW = low_SW * (1 - columns.fraction) + high_SW * columns.fraction
     fraction_H1 = rows.fraction[:, None]
-    # Append a zero to each column of the crop, which ends the column's last run. If the crop spans
-    # the whole image height, do not: a run can then continue in the next column.
+    # Append a zero to each column of the crop, to end the column's last run. If the crop spans the
+    # whole image height, append nothing, because a run can continue in the next column.
     covered = len(rows.low)
     stride = min(covered + 1, height)
     step = max(1, _CHUNK_PIXELS // stride)
@@ -204,7 +204,7 @@ def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Concatenate the flat indices of value changes in consecutive chunks of a mask.
 
     The values before and after a chunk count as 0. Therefore, if a run of ones continues in the
-    next chunk, the start index of the next chunk occurs in both. Drop both occurrences.
+    next chunk, the start index of the next chunk occurs in both chunks. Drop both occurrences.
     """
     edges = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
     is_inner = np.zeros(len(edges) + 1, np.bool_)
@@ -228,9 +228,9 @@ def _samples_of_whole_pixels(start: int, stop: int, size: int, side: int) -> _Ax
 
 
 def _exact_samples(start: float, stop: float, size: int, side: int) -> _AxisSamples:
-    """Return the mask samples to interpolate for each pixel of an axis.
+    """Return the mask samples to interpolate for each pixel of an axis, by detectron2's rule.
 
-    detectron2's rule applies: boxes are not rounded to whole pixels.
+    Boxes are not rounded to whole pixels.
 
     Args:
         start: first coordinate of the box on this axis, in pixels.

@@ -32,14 +32,14 @@ def resized_size(
 ) -> tuple[int, int]:
     """Return the height and width in pixels that an image has after resizing.
 
-    The shorter side becomes `min_size`. If the longer side would then exceed `max_size`, the longer
-    side becomes `max_size` instead. The aspect ratio is kept. Fractions of a pixel are rounded to
-    the nearest pixel with the rule `detectron2`, and down with the other rules.
+    The aspect ratio is kept. The shorter side becomes `min_size`, unless the longer side would
+    exceed `max_size`. In this case, the longer side becomes `max_size`. Fractions of a pixel are
+    rounded to the nearest pixel with the rule `detectron2`, and down with the other rules.
     """
     shorter, longer = min(height, width), max(height, width)
     if rule == "detectron2":
-        # Keep detectron2's order of operations, on which the rounding of products close to .5
-        # depends.
+        # Keep detectron2's order of operations, because the rounding of products close to .5
+        # depends on it.
         sides = min_size * 1.0, min_size / shorter * longer
         if sides[1] > max_size:
             sides = sides[0] * (max_size / sides[1]), sides[1] * (max_size / sides[1])
@@ -136,8 +136,8 @@ def _neighbours(
     The axis has `size` source pixels and `resized` resized pixels. Return three arrays [resized]:
     index of the first source pixel, index of the second source pixel, weight of the second.
     """
-    # To get torch's values, round as torch does: the scale to float32, and the result of the fused
-    # multiply-add once.
+    # To get torch's values, round as torch does: round the scale to float32, and round the position
+    # only once, after multiplication and subtraction.
     scale = float(np.float32(size) / np.float32(resized))
     positions = ((np.arange(resized) + 0.5) * scale - 0.5).clip(0).astype(np.float32)
     first = np.minimum(positions.astype(np.intp), size - 1)

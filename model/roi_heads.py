@@ -25,10 +25,10 @@ from .rpn import Proposals
 from .sampling import match_candidates, random_keys, sample_candidates, take_rows
 from .targets import Targets
 
-# Factors of (dx, dy) and (dw, dh) in the regression targets.
+# Factors that multiply (dx, dy) and (dw, dh) in the regression targets.
 _DELTA_WEIGHTS = 10.0, 5.0
-# Random stream of `random_keys` for the sampling of RoIs. The sampling of anchors uses another one,
-# so that both are independent.
+# Random stream of `random_keys` for the sampling of RoIs. The sampling of anchors uses another
+# stream, so that the two samplings are independent.
 _SAMPLING_STREAM = 2
 # log2 of 16, the stride of the map from which RoIs of `canonical_size` are pooled.
 _CANONICAL_LEVEL = 4
@@ -78,13 +78,14 @@ class MaskPredictor(nn.Module):
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
         """Return mask logits [K, 2P, 2P] of K RoIs with features [K, C, P, P] and labels [K]."""
         features = F.relu(self.conv5_mask(features))
-        # Unlike the gradient of an index, that of `embedding` is added in a fixed order on a CPU.
+        # Use `embedding`, not indexing: on a CPU, only the gradient of `embedding` is summed in a
+        # fixed order.
         weight, bias = (
             F.embedding(labels, parameter.view(len(parameter), -1))[:, None]
             for parameter in self.mask_fcn_logits.parameters()
         )
-        # Compute one matrix product per RoI. The order of the factors is such that the gradient has
-        # the memory layout of the features.
+        # Compute one matrix product per RoI. Order the factors so that the gradient has the memory
+        # layout of the features.
         if features.is_contiguous():
             logits = torch.baddbmm(bias, weight, features.flatten(2))
         else:  # channels-last
@@ -165,7 +166,7 @@ class RoiHeads(nn.Module):
     def detect(
         self, features: Sequence[Tensor], proposals: Proposals, image_sizes: Tensor
     ) -> BoxDetections:
-        """Classify and refine proposals, apply class-wise NMS, and return the best detections."""
+        """Classify and refine proposals, apply class-wise NMS, keep the top-scoring detections."""
         config = self.config
         logits, deltas = self._predict_boxes(features, proposals.boxes)
         scores = logits.softmax(dim=-1)[..., 1:]
@@ -227,7 +228,7 @@ class RoiHeads(nn.Module):
     def losses(
         self, features: Sequence[Tensor], rois: TrainingRois, targets: Targets
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sums of classification, box and mask losses of sampled RoIs."""
+        """Return classification, box and mask loss of sampled RoIs: three sums over the batch."""
         logits, deltas = self._predict_boxes(features, rois.boxes)
         chosen = rois.chosen.float()
         classification = F.cross_entropy(
@@ -244,7 +245,7 @@ class RoiHeads(nn.Module):
         self, features: Sequence[Tensor], rois: TrainingRois, targets: Targets
     ) -> Tensor:
         sampling = self.config.sampling
-        # Positive RoIs come first, so only as many are read as there can be.
+        # Positive RoIs come first, so the first `limit` RoIs include all of them.
         limit = int(sampling.batch_size_per_image * sampling.positive_fraction)
         boxes, labels, matched, positive = (x[:, :limit] for x in rois[:4])
         logits = self.predict_masks(features, boxes, labels)

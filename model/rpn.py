@@ -22,10 +22,10 @@ from .losses import smooth_l1_sum
 from .sampling import match_candidates, random_keys, sample_candidates, take_rows
 from .targets import Targets
 
-# Factors of (dx, dy) and (dw, dh) in the regression targets.
+# Factors that multiply (dx, dy) and (dw, dh) in the regression targets.
 _DELTA_WEIGHTS = 1.0, 1.0
-# Random stream of `random_keys` for the sampling of anchors. The sampling of RoIs uses another one,
-# so that both are independent.
+# Random stream of `random_keys` for the sampling of anchors. The sampling of RoIs uses another
+# stream, so that the two samplings are independent.
 _SAMPLING_STREAM = 1
 
 
@@ -86,10 +86,11 @@ class RegionProposalNetwork(nn.Module):
         )
 
     def propose(self, outputs: RpnOutputs, image_sizes: Tensor) -> Proposals:
-        """Decode anchors, and return the boxes of highest score from all levels as proposals.
+        """Return the proposals of each image: the boxes of highest score after NMS.
 
-        First, the anchors of highest score in each level are decoded. Then NMS is applied to the
-        boxes of each level. Settings of `RpnConfig` limit the number of boxes before and after NMS.
+        In each level, the anchors of highest score are decoded to boxes, and NMS is applied to
+        these boxes. The remaining boxes of all levels then compete by score. Settings of
+        `RpnConfig` limit the number of boxes before and after NMS.
         """
         c = self.config
         pre_nms, post_nms = (
@@ -120,9 +121,10 @@ class RegionProposalNetwork(nn.Module):
     def losses(
         self, features: Sequence[Tensor], anchors: Tensor, targets: Targets, seeds: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the summed objectness and box losses, and the number of sampled anchors.
+        """Return objectness loss, box loss and number of sampled anchors, summed over the batch.
 
-        The argument `features` is that of `forward`, and `anchors` are `RpnOutputs.anchors`.
+        `features` is as in `forward`, `anchors` is `RpnOutputs.anchors`, and `seeds` [B] holds one
+        random seed per image.
         """
         config = self.config.sampling
         matches = match_candidates(anchors, targets, config, low_quality=True)
@@ -165,10 +167,10 @@ class RegionProposalNetwork(nn.Module):
             maps = hidden.flatten(0, 1).movedim(-1, 1)
             maps = F.conv2d(maps, conv.weight, conv.bias).relu()
             hidden = torch.unflatten(maps.movedim(1, -1), 0, batch)
-            # The next convolution pads the feature map with zeros.
+            # Set cells outside of the map to 0: the next convolution pads the map with zeros.
             inside = [feature.new_ones(len(feature), 1, *feature.shape[2:]) for feature in features]
             hidden = hidden * feature_patches(inside, cells, radius)
-        # The last convolution has one output cell, so it is a matrix product.
+        # The last convolution has one output cell per anchor, so it is a matrix product.
         kernel = last.weight.permute(0, 2, 3, 1).flatten(1)
         hidden = F.linear(hidden.flatten(2), kernel, last.bias).relu()
         logits, deltas = (

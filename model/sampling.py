@@ -31,8 +31,8 @@ def match_candidates(
         candidates: [N, 4] shared by all images, or [B, N, 4]; xyxy in input pixels.
         targets: ground truth. Its padding is not matched.
         config: the IoU thresholds.
-        low_quality: True: the candidates of highest IoU with each ground-truth box are positive
-            even if that IoU is below the foreground threshold, unless it is 0.
+        low_quality: whether the candidates of highest IoU with each ground-truth box are positive
+            even if this IoU is below the foreground threshold. An IoU of 0 is never positive.
     """
     batched = candidates if candidates.dim() == 3 else candidates[None]
     thresholds = config.foreground_iou, config.background_iou
@@ -59,8 +59,8 @@ def random_keys(seeds: Tensor, count: int, stream: int) -> Tensor:
     # A number depends only on seed, stream and position: an image gets the same numbers on any
     # device, in any batch and on any rank, and resuming needs no generator state.
     positions = torch.arange(count, device=seeds.device)
-    # Equal modulo 2**64 to seeds * 6364136223846793005 + positions * 2862933555777941757. This form
-    # does not multiply the positions alone, because torch.compile would do so in 32 bits.
+    # The product equals seeds * 6364136223846793005 + positions * 2862933555777941757 modulo 2**64.
+    # The positions are not multiplied alone, because torch.compile would multiply them in 32 bits.
     mixed = (seeds[:, None] * 567062103879103985 + positions) * 2862933555777941757 + stream
     for shift, factor in ((31, -4658895280553007687), (27, -7723592293110705685), (33, 1)):
         mixed = (mixed ^ (mixed >> shift)) * factor

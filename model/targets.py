@@ -13,5 +13,5 @@ class Targets(NamedTuple):
     # [B, G] int64; 1 is the first class, 0 marks padding.
     labels: Tensor
     # uint8, 0 or 1. [B, G, S, S] if `roi.mask_crop_size` is S: masks cropped to their boxes and
-    # resized. [B, G, H, W] at input size if it is None.
+    # resized. [B, G, H, W] at input size if `roi.mask_crop_size` is None.
     masks: Tensor

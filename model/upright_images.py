@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image, Transpose, fromarray
 
-# Transposition that makes an image of an EXIF orientation upright.
+# Transposition that turns an image upright, by the image's EXIF orientation.
 TRANSPOSES = {
     2: Transpose.FLIP_LEFT_RIGHT,
     3: Transpose.ROTATE_180,
@@ -16,8 +16,8 @@ TRANSPOSES = {
 }
 # Orientations whose first stored rows are the last rows, or columns, of the upright image.
 _REVERSED = (3, 4, 6, 7)
-# Pixels that are converted at a time. A converted copy of the whole image would take more memory,
-# and longer.
+# Number of pixels that are converted at a time. Converting the whole image at once would take more
+# memory and time.
 _STRIP_PIXELS = 1 << 18
 
 

@@ -20,15 +20,16 @@ def kernels() -> None:
 @kernels.command()
 @click.option(
     "--compute-capability", "capabilities", multiple=True, type=CapabilityType(),
-    help="Target GPU, such as 9.0; repeatable. Default: all capabilities that the tests compile.",
+    help="Compute capability of a target GPU, such as 9.0; repeatable. Default: all for which the "
+    "tests compile.",
 )  # fmt: skip
 def build(capabilities: tuple[str, ...]) -> None:
     """Compile all kernels for the default model configuration into the user's cache.
 
     A kernel that is not in the cache is compiled at its first use, in a tenth of a second. Use this
-    command for container images, or for machines that start often. The command needs no GPU. Model
-    configurations with other settings, such as another threshold, need other kernels, which are
-    compiled at their first use.
+    command for container images, or for machines that often start without a cache. The command
+    needs no GPU. Model configurations with other settings, such as another threshold, need other
+    kernels, which are compiled at their first use.
     """
     from .kernel_list import all_kernels
     from .runtime.compilation import ARCHITECTURES, compile_kernel, supported_architectures

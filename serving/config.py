@@ -29,7 +29,7 @@ _HTTP = re.compile(r"https?://", re.IGNORECASE)
 
 
 class ServeFields(FrozenConfig):
-    """Settings of the server. Each value is validated alone; `ServeConfig` checks combinations."""
+    """Settings of the server, each validated on its own. `ServeConfig` validates combinations."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -39,10 +39,10 @@ class ServeFields(FrozenConfig):
     port: int = Field(8500, ge=0, le=65535)
     """Port to listen on. 0: a free port."""
     http_port: int | None = Field(None, ge=0, le=65535)
-    """Port of the HTTP API and of the page in a browser. 0: a free port. None: no HTTP."""
+    """Port of the HTTP API and of the page for browsers. 0: a free port. None: no HTTP."""
     precision: tuple[Precision, ...] = ()
-    """Precisions to serve. Requests choose one of them; the first is the default. None: the first
-    precision that the bundle has for the backend."""
+    """Precisions to serve. Requests choose one of them; the first is the default. If no precision
+    is given, the first one that the bundle has for the backend is served."""
     backend: BackendName = "auto"
     """Inference backend. auto: the first of torch, tensorrt, tensorrt-rtx and onnxruntime that runs
     on this machine and has artifacts in the bundle."""
@@ -50,9 +50,9 @@ class ServeFields(FrozenConfig):
     """Worker processes per precision, distributed over the GPUs. None: one per GPU, or one if the
     machine has no GPU."""
     front_ends: int | None = Field(None, ge=0, le=64)
-    """Processes that accept the gRPC connections and pass the calls to the server's process, which
-    then has more CPU time for requests. 0: the server's process accepts them itself. None: one per
-    GPU if there are several GPUs, else 0."""
+    """Number of front-end processes. They accept the gRPC connections and pass the calls to the
+    server's process, so that it has more CPU time for requests. 0: the server's process accepts the
+    connections itself. None: one per GPU if there are several GPUs, else 0."""
     hang_timeout_s: float = Field(60.0, gt=0, le=DAY_S)
     """Seconds until a batch counts as hung and its worker process is restarted."""
     max_batch: int = Field(8, ge=1)
@@ -61,16 +61,16 @@ class ServeFields(FrozenConfig):
     """Maximum time in milliseconds that an image waits for its batch to fill while the model is not
     busy."""
     preferred_batch: tuple[int, ...] = ()
-    """Batch sizes, besides `max_batch`, that start without waiting for more images."""
+    """Batch sizes, besides `max_batch`, at which a batch starts without waiting for more images."""
     queue_size: int = Field(256, ge=1, le=1_000_000)
-    """Maximum number of in-flight images (slots). If all are in use, further requests of a
-    connection that has its share of them are rejected."""
+    """Maximum number of in-flight images. Each holds an admission slot. If all slots are in use,
+    further requests of a connection that has its fair share of the slots are rejected."""
     max_wait_s: float = Field(10.0, gt=0, le=DAY_S)
     """Maximum estimated queue time in seconds. If the recent service rate is too low for
-    `queue_size` images in this time, there are fewer slots, but at least 32."""
+    `queue_size` images in this time, there are fewer admission slots, but at least 32."""
     max_requests_per_s: float | None = Field(None, gt=0)
-    """Maximum number of requests per second of a client. A client is a token, or without
-    `token_file` a host. None: no limit."""
+    """Maximum number of requests per second of a client. A client is identified by its token or,
+    without `token_file`, by its host. None: no limit."""
     max_images_per_s: float | None = Field(None, gt=0)
     """Maximum number of images per second of a client. None: no limit."""
     timeout_s: float | None = Field(None, gt=0, le=DAY_S)
@@ -78,17 +78,17 @@ class ServeFields(FrozenConfig):
     max_pixels: int = Field(MAX_PIXELS, ge=64)
     """Maximum number of pixels per image."""
     decode_memory_mb: int | None = Field(None, ge=64, le=1 << 24)
-    """Memory in MiB for all images in decoding. Images wait until enough is free. Images that are
-    too large for it are rejected. None: a quarter of the machine's or the container's memory."""
+    """Host memory in MiB for decoding all images. Images wait until enough of it is free. Images
+    that need too much are rejected. None: a quarter of the machine's or the container's memory."""
     max_message_mb: int = Field(64, ge=1, le=1024)
-    """Maximum size of a request in MiB. Up to four times `queue_size` requests can be in memory at
-    a time, including those being received. Until it is decoded, a request takes several times its
-    size."""
+    """Maximum size of a request in MiB. With one model, up to four times `queue_size` requests can
+    be in memory at a time, including those being received. Until its image is decoded, a request
+    takes several times its size in memory."""
     max_connections: int = Field(4096, ge=1)
     """Maximum number of connections per port. Further ones are closed."""
     max_connection_age_s: float | None = Field(None, gt=0, le=DAY_S)
-    """Age in seconds at which a client must reconnect, so that load balancers can redistribute
-    clients. None: no limit."""
+    """Age of a connection in seconds at which its client must reconnect, so that load balancers can
+    redistribute clients. None: no limit."""
     keepalive_s: float = Field(60.0, ge=1, le=DAY_S)
     """Seconds without data from a client until the server pings it. A client that does not respond
     within 20 s is disconnected."""
@@ -103,15 +103,15 @@ class ServeFields(FrozenConfig):
     """PEM file with certificate authorities. If set, clients must present a certificate signed by
     one of them."""
     token_file: Path | None = None
-    """File of tokens that clients must send as `authorization: Bearer TOKEN`: one token per line,
-    # begins a comment. Health checks and reflection need no token. The file is reloaded when it
-    changes."""
+    """File of tokens, one per line; # begins a comment. Clients must send one of them as
+    `authorization: Bearer TOKEN`. Health checks and reflection need no token. The file is reloaded
+    when it changes."""
     admin_token_file: Path | None = None
-    """File of tokens for clients that may also load and unload models. Without this file and
-    `token_file`, clients on the server's machine may do so."""
+    """File of tokens for clients that may also load and unload models. If neither this file nor
+    `token_file` is given, `local_admin` applies instead."""
     local_admin: bool = True
     """Without token files, allow clients on the server's machine to load and unload models. Disable
-    this behind a proxy on that machine, because all clients then seem local."""
+    this if a proxy on that machine forwards requests, because all its clients seem local."""
     threads: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
     """Number of threads that decode images and encode masks."""
     drain_delay_s: float = Field(0.25, ge=0, le=DAY_S)
@@ -127,7 +127,8 @@ class ServeFields(FrozenConfig):
     """Minimum level to log. At info, up to ten successful and ten failed requests per second are
     logged; at debug, all."""
     tracing: bool = False
-    """Export OpenTelemetry spans. Its `OTEL_...` environment variables configure the export."""
+    """Export OpenTelemetry spans. Configure the export with OpenTelemetry's environment variables
+    `OTEL_...`."""
 
     @field_validator("host")
     @classmethod
@@ -136,7 +137,7 @@ class ServeFields(FrozenConfig):
 
 
 class ServeConfig(ServeFields):
-    """Settings of the server. Combinations are validated too: a certificate requires a key."""
+    """Settings of the server. Combinations are validated too; a certificate requires a key."""
 
     @property
     def ports(self) -> dict[str, int]:

@@ -48,7 +48,8 @@ def read_tokens(path: Path) -> list[str]:
         tokens.append(token)
     if not tokens:
         raise NoTokensError(
-            f"{path} contains no tokens; write one per line, or remove the setting that names it"
+            f"{path} contains no tokens; write one per line, or remove the setting that names this "
+            "file"
         )
     return tokens
 

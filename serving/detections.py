@@ -47,7 +47,7 @@ class DetectionOptions:
         InvalidRequestError: an option is out of range, or the mask format is unknown.
     """
 
-    # Return only detections whose score exceeds both this threshold in 0..1 and the model's own.
+    # Return only detections whose score exceeds this threshold (0..1) and the model's threshold.
     score_threshold: float = 0.0
     # Maximum number of detections; those with the highest scores are kept. None: the model's limit.
     max_detections: int | None = None
@@ -165,7 +165,7 @@ ResponseEncoder = Callable[[Detections], Any]
 def not_encoded(detections: Detections) -> Detections:
     """Return the detections unchanged.
 
-    Callers that encode the detections later use this function as their `ResponseEncoder`.
+    This is the `ResponseEncoder` of callers that encode the detections of a response themselves.
     """
     return detections
 
@@ -177,17 +177,17 @@ class TimedResponse(NamedTuple, Generic[Value]):
     timing: Timing
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[Any, ...]]:
-        """Pickle encoded responses as out-of-band buffers, so that pickle does not copy them.
+        """Pickle the object. If `value` is bytes, use an out-of-band buffer, which is not copied.
 
-        Unpickled from such buffers, `value` is a memoryview.
+        A `value` that is unpickled from such a buffer is a memoryview.
         """
         return TimedResponse, (out_of_band(self.value, protocol), self.timing)
 
 
 def out_of_band(value: Any, protocol: int) -> Any:
-    """Wrap bytes for pickling as an out-of-band buffer. Return any other value unchanged.
+    """Wrap bytes so that pickle makes them an out-of-band buffer. Return other values unchanged.
 
-    Bytes are not wrapped either if the pickle protocol has no such buffers.
+    If `protocol` is below 5, bytes are returned unchanged too: it has no out-of-band buffers.
     """
     suits = protocol >= _PROTOCOL_OF_BUFFERS and isinstance(value, bytes)
     return PickleBuffer(value) if suits else value

@@ -1,13 +1,13 @@
 """Exceptions of the server and its clients. `grpc_status` maps them to gRPC status codes.
 
-The server also raises `ImageError` and `BundleError` of `model`, which do not derive from
-`ServingError`.
+The server also raises `ImageError` and `BundleError`. They are defined in the package `model`, and
+do not derive from `ServingError`.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    # Worker and front-end processes start faster without these.
+    # Worker and front-end processes start faster without these imports.
     import grpc
 
     from ..model.image_limits import ImageError
@@ -22,7 +22,7 @@ class BackendError(ServingError):
 
 
 class BackendDownError(BackendError):
-    """No worker process of the model is up, or the one with the request's batch has ended."""
+    """No worker process of the model is up, or the one that computed the request has ended."""
 
 
 class UnloadedError(ServingError):
@@ -94,7 +94,7 @@ class DeadlineError(ClientError):
 
 
 class ClosedError(ClientError):
-    """The client was closed before the request or while it waited for the response."""
+    """The client was closed before the request was sent or before its response arrived."""
 
 
 def image_error_from_os_error(error: OSError) -> "ImageError":

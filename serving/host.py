@@ -23,7 +23,7 @@ from .errors import BackendError
 CUDA_VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 # Time limit in seconds for CUDA to list the GPUs.
 _CUDA_TIMEOUT_S: Final = 60.0
-# Program that prints the PCI bus ID of each GPU that CUDA lists. CUDA's list respects MIG,
+# Python program that prints the PCI bus ID of each GPU that CUDA lists. CUDA's list respects MIG,
 # containers and environment variables.
 _BUS_IDS_PROGRAM: Final = """
 import ctypes
@@ -52,7 +52,7 @@ def gpu_names() -> tuple[str, ...]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(query, capture_output=True, check=True, text=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):  # some images contain an empty nvidia-smi
+    except (OSError, subprocess.SubprocessError):  # some containers have an empty nvidia-smi
         return ()
     names = (line.rsplit(", ", 1) for line in result.stdout.splitlines())
     return tuple(f"{name} (driver {driver})" for name, driver in names)
@@ -75,7 +75,7 @@ def gpu_bus_ids() -> list[str]:
     Raises:
         BackendError: the driver does not respond.
     """
-    # A separate process, because a process that has loaded CUDA keeps every GPU open.
+    # A separate process loads CUDA, because a process that has loaded CUDA keeps every GPU open.
     command = [sys.executable, "-I", "-S", "-c", _BUS_IDS_PROGRAM]
     try:
         result = subprocess.run(

@@ -38,7 +38,7 @@ _MASK_FORMAT_FROM_NUMBER = {
 }
 
 
-# Tag of a field of bytes or of a message.
+# Tag of the field `response`. Wire type 2 is length-delimited, as for any message.
 _RESPONSE_TAG = bytes([pb.DetectStreamResponse.RESPONSE_FIELD_NUMBER << 3 | 2])
 
 
@@ -124,7 +124,7 @@ def encode_detections(detections: Detections) -> bytes:
             message.probabilities.side = len(mask)
             message.probabilities.values = mask.astype("<f4").tobytes()
         elif detections.polygons is not None:
-            message.polygons.SetInParent()  # marks the field as present if there are no outlines
+            message.polygons.SetInParent()  # marks the field as present even without outlines
             for outline in detections.polygons[index]:
                 message.polygons.polygons.add().coordinates.extend(outline.ravel().tolist())
     return response.SerializeToString()
@@ -232,7 +232,7 @@ def model_response(
     config: ServeConfig,
 ) -> pb.GetModelResponse:
     """Return the response to the RPC `GetModel`: the model's description and server limits."""
-    # Only exports use this digest.
+    # Only exports use `config_sha256`, so the response leaves it out.
     provenance = manifest.provenance.model_dump(exclude={"config_sha256"})
     return pb.GetModelResponse(
         name=manifest.model_name,

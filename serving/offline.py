@@ -89,7 +89,7 @@ class Detector:
             The detections of each image, in order.
 
         Raises:
-            ImageError: An image is invalid. (`detect_many` yields the error and continues.)
+            ImageError: An image is invalid. (`detect_many` yields such errors and continues.)
             TypeError: `images` is one image, not several.
             BackendError: The detector is closed, memory runs out, or the backend fails.
             BundleError: The model's outputs contradict the bundle's manifest.
@@ -132,8 +132,9 @@ class Detector:
 
         Raises:
             TypeError: `images` is one image, not several. Raised before the iteration starts.
-            BackendError: The detector is closed; raised before the iteration starts, or at the next
-                image. Or memory runs out, or the backend fails; raised during the iteration.
+            BackendError: The detector is closed (raised before the iteration starts or, if it is
+                closed during the iteration, at the next image). Or memory runs out, or the backend
+                fails (raised during the iteration).
             BundleError: The model's outputs contradict the bundle's manifest.
         """
         self._check_open()
@@ -142,7 +143,7 @@ class Detector:
 
         def sources() -> Iterator[bytes | Path]:
             for image in images:
-                self._check_open()  # the iteration may go on after `close`
+                self._check_open()  # `close` may be called during the iteration
                 yield image if isinstance(image, bytes) else Path(image)
 
         # On a CPU, larger batches are not faster and need more memory.
@@ -247,7 +248,7 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
     """Return the processing steps of a batch: decoding, inference and mask encoding.
 
     If the backend is a `DeviceBackend`, return `DeviceSteps`, which decode images and encode masks
-    on the backend's device. Otherwise return `HostSteps`, which do so in CPU threads.
+    on the backend's device. Otherwise return `HostSteps`, which decode and encode in CPU threads.
 
     Args:
         backend: Backend that computes the model.

@@ -135,7 +135,11 @@ def _model_metrics(models: Sequence[ServedModel]) -> Iterator[Metric]:
 def _slot_metrics(pipelines: Sequence[Pipeline]) -> Iterator[Metric]:
     wait = "Estimated queue time of a request that arrives now."
     for name, documentation, value in (
-        ("slots", "Admission slots at the recent service rate.", attrgetter("capacity")),
+        (
+            "slots",
+            "Admission slots. A low recent service rate reduces them.",
+            attrgetter("capacity"),
+        ),
         ("slots_in_use", "Admission slots in use.", attrgetter("in_use")),
         ("estimated_wait_seconds", wait, attrgetter("estimated_wait_s")),
     ):
@@ -198,7 +202,7 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
     """
 
     daemon_threads = True  # so that a client cannot delay the shutdown
-    request_queue_size = 128  # if it is full, clients retry after a second or more
+    request_queue_size = 128  # if this queue is full, clients retry after a second or more
 
     def __init__(self, family: socket.AddressFamily, address: Any) -> None:
         self.address_family = family
@@ -222,7 +226,7 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
                 # The connection stays queued, so without a pause the next attempt would follow at
                 # once.
                 time.sleep(_POLL_S)
-            raise  # the base class ignores it
+            raise  # the base class ignores this error
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -238,7 +242,7 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
                 self._end_oldest()
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:  # not while `_end_oldest` uses the connection
+        with self._lock:  # so that `_end_oldest` does not use the connection now
             self._started.pop(request, None)
             super().shutdown_request(request)
 

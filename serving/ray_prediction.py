@@ -35,8 +35,8 @@ _DETECTION = pa.struct(
         ("segmentation", _RLE),
     ]
 )
-# Schema of the results, one row per image: `path`, and either `error` or `height` and `width` in
-# pixels and `detections` in COCO's results format.
+# Schema of the results, one row per image. A failed image has `path` and `error`. Any other image
+# has `path`, `height` and `width` in pixels, and `detections` in COCO's results format.
 SCHEMA = pa.schema(
     [
         ("path", pa.string()),
@@ -47,8 +47,8 @@ SCHEMA = pa.schema(
     ]
 )
 
-# Special characters of an address that are not percent-encoded. `?` begins the parameters, and `%`
-# begins an escape sequence.
+# Special characters of an address that `_quoted_address` leaves as they are. `?` begins the
+# parameters, and `%` begins an escape sequence.
 _UNQUOTED = "/:?&=%@+,;!$'()*~"
 
 
@@ -64,8 +64,8 @@ class StoredImages(NamedTuple):
 
     # File systems that hold the images: the local one, or those of cloud buckets.
     stores: tuple[pyarrow.fs.FileSystem, ...]
-    # For each image, the index of its store and its unquoted path there (`/folder/image.jpg` or
-    # `bucket/folder/image.jpg`).
+    # For each image, the index of its file system in `stores`, and its unquoted path in that file
+    # system (`/folder/image.jpg` or `bucket/folder/image.jpg`).
     paths: tuple[tuple[int, str], ...]
 
 
@@ -136,8 +136,9 @@ def stored_images(sources: Sequence[str]) -> StoredImages:
         OSError, pyarrow.ArrowInvalid: A folder or bucket cannot be listed.
         UnicodeEncodeError, UnicodeDecodeError: A name is not UTF-8.
     """
-    # Recursive, unlike `commands.reports.image_files`: buckets have only name prefixes for folders,
-    # and results are identified by their whole path, so equal names do not collide.
+    # The search is recursive, unlike that of `commands.reports.image_files`. Buckets have no real
+    # folders, only name prefixes. Results are identified by the whole path of an image, so equal
+    # file names do not collide.
     stores: list[pyarrow.fs.FileSystem] = []
     paths: dict[tuple[int, str], None] = {}
     searched = []

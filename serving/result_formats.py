@@ -20,7 +20,7 @@ _MASK_OPACITY = 0.45
 # Masks are drawn in strips of about this many pixels, because a copy of all pixels as floats would
 # take much memory. A strip consists of whole columns, because RLE masks are stored by column.
 _STRIP_PIXELS = 1 << 18
-# Peak memory of `annotated_png` in bytes per pixel: that of decoding a WebP image.
+# Peak memory of `annotated_png` in bytes per pixel. The peak is the decoding of a WebP image.
 BYTES_PER_PIXEL = 18
 # Difference of the hues of successive labels, as a fraction of the colour circle. With the golden
 # ratio, hues stay far apart for any number of labels.
@@ -133,10 +133,10 @@ def annotated_png(data: bytes, detections: Detections) -> bytes:
     image = decode_image(data, max_pixels=detections.height * detections.width)
     _draw_masks(image, detections)
     canvas = Image.fromarray(image)
-    del image  # encoding needs memory
+    del image  # frees memory for encoding
     _draw_boxes(canvas, detections)
     file = BytesIO()
-    # The default level takes four times as long, for a file that is a sixth smaller.
+    # The default compression level takes four times as long, for a file that is a sixth smaller.
     canvas.save(file, "PNG", compress_level=1)
     return file.getvalue()
 

@@ -101,9 +101,9 @@ async def detection_server(
 ) -> AsyncIterator[str]:
     """Serve one or more models within the `with` block. On exit, finish the in-flight requests.
 
-    The health service reports NOT_SERVING until the models are warmed up, and again from the
-    context's exit. It also reports NOT_SERVING while the first model is unloaded, or has no running
-    worker process in its default precision.
+    The health service reports NOT_SERVING until the models are warmed up, and again as soon as the
+    `with` block ends. It also reports NOT_SERVING while the first model is unloaded, or has no
+    running worker process in its default precision.
 
     Args:
         models: Folder of one bundle (exported model), or the bundles and names of several models.

@@ -28,11 +28,13 @@ class _TrainCommand(ConfiguredCommand):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
-        """Return the context of `train finetune` or of `train`, by the first argument in `args`.
+        """Return the click context of `train finetune` or of `train`.
+
+        The first of `args` that is not an option decides: `finetune` selects `train finetune`.
 
         Raises:
-            click.UsageError: The first argument is a misspelling of `finetune`. It has no suffix,
-                and no file has this name.
+            click.UsageError: This argument is a misspelling of `finetune`. It has no file name
+                suffix, and no file or folder has this name.
         """
         first = next((word for word in args if not word.startswith("-")), "")
         if first == "finetune":
@@ -83,9 +85,9 @@ def train(
     `solver.base_lr=0.01`, and `device=0,1` trains on two GPUs.
 
     With --resume, the training images and annotations, the sections model and data, and the keys
-    seed, solver.optimizer and solver.images_per_batch must be those of the interrupted run.
-    Exceptions in data are val, workers, on_broken, flip_probability, transforms and the paths in
-    train. All other keys may change.
+    seed, solver.optimizer and solver.images_per_batch must be those of the interrupted run. All
+    other keys may change. In section data, the keys val, workers, on_broken, flip_probability and
+    transforms, and the paths in train, may change too.
     """
     from .config import load_config
 

@@ -29,7 +29,10 @@ _OBJECTS = 16
 
 
 class CompiledLosses:
-    """`MaskRCNN.losses`, compiled with `torch.compile` in two parts for each shape of a batch."""
+    """Replacement of `MaskRCNN.losses` that `torch.compile` compiles in two parts.
+
+    Both parts are compiled once for each shape of the image batch.
+    """
 
     def __init__(
         self,
@@ -49,16 +52,17 @@ class CompiledLosses:
                 only until the next call of this object.
             required: True: raise `ConfigError` if torch cannot compile on this machine. False: log
                 a warning, and compute without compilation.
-            on_gradients: Called in each backward pass when all gradients are computed except those
-                of the first stages of the backbone.
+            on_gradients: Function to call in each backward pass, as soon as all gradients are
+                computed except those of the backbone's first stages. It is not called if these
+                stages are frozen. None: call nothing.
         """
-        # On import, torch sets the variable to a folder in /tmp, unless the user has set it.
-        # Replace only that default.
+        # On import, torch sets this variable to a folder in /tmp, unless the user has set it.
+        # Replace only torch's value.
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))
-        # By default, torch splits the program into one part per gradient bucket of
-        # DistributedDataParallel. The parts would compile more slowly, and could not be read from
-        # the compilation cache of a run with one GPU.
+        # By default, torch splits the compiled graph into one part per gradient bucket of
+        # DistributedDataParallel. Such parts take longer to compile, and are not in the compilation
+        # cache of an earlier run with one GPU.
         torch._dynamo.config.optimize_ddp = False
         options: dict[str, Any] | None = None
         if graphs:
@@ -97,9 +101,10 @@ class CompiledLosses:
     def _losses(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        # A compiled backward pass returns all gradients at its end, so it has two parts: the
-        # gradients of the second part can be summed over the ranks while the first part computes.
-        # Most weights are in the second part, and most of the computing time in the first.
+        # A compiled backward pass returns all its gradients at its end. Therefore the model is
+        # compiled in two parts. The backward pass of the second part runs first, and its gradients
+        # are summed over the ranks during the backward pass of the first part. The second part has
+        # most of the weights, and the first part takes long enough to hide the sum.
         maps = self._first_stages(images, image_sizes)
         on_gradients = self._on_gradients
         if on_gradients is not None and maps[-1].requires_grad:

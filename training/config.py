@@ -36,7 +36,7 @@ class ExtraDatasetConfig(DatasetConfig):
     """Paths and weight of an additional training set in COCO format."""
 
     weight: float = Field(1.0, gt=0)
-    """Number of times that an epoch shows each image. Images of `data.train` are shown once."""
+    """Average number of times that an epoch uses each image. The weight of `data.train` is 1."""
 
 
 class DataConfig(FrozenConfig):
@@ -47,40 +47,43 @@ class DataConfig(FrozenConfig):
     val: DatasetConfig | None = None
     """Validation set. None: no evaluation."""
     extra_train: tuple[ExtraDatasetConfig, ...] = ()
-    """Further training sets, as in [{images: DIR, annotations: FILE, weight: 2}]. An epoch shows
-    their images `weight` times (default 1). Their categories must be among those of `train`."""
+    """Further training sets, as in [{images: DIR, annotations: FILE, weight: 2}]. An epoch uses
+    each of their images `weight` times (default 1). `train` must have all of their categories."""
     repeat_threshold: float | None = Field(None, gt=0, le=1)
-    """Repeat-factor sampling (LVIS): an epoch shows an image max(1, sqrt(threshold / frequency))
-    times, where frequency is the share of images with the rarest of its classes. None: once."""
+    """Repeat-factor sampling (LVIS): an epoch uses an image max(1, sqrt(threshold / frequency))
+    times. Here, frequency is the share of all images that have the image's rarest class. None: no
+    repetition."""
     min_size: int = Field(800, ge=32)
     """Shorter side of resized images in pixels (smaller if `max_size` limits the longer side)."""
     max_size: int = Field(1333, ge=32)
     """Upper limit of the longer side of resized images in pixels."""
     resize: ResizeRule = "pillow"
     """Rule for rounding and interpolation in resizing: that of Pillow, torchvision or detectron2.
-    Checkpoints store it. An evaluation uses the checkpoint's rule unless this is set."""
+    Checkpoints store the rule. An evaluation uses the checkpoint's rule unless this key is set."""
     exif_orientation: Literal["apply", "ignore"] = "apply"
-    """EXIF orientation of images whose annotated size fits both the upright and the stored pixels:
-    apply it, as viewers and the server do, or ignore it. If only one fits, that one is used."""
+    """Whether to apply the EXIF rotation, as viewers and the server do, if the annotated size fits
+    the image both with and without it. If the size fits only one of the two, that one is used."""
     buckets: tuple[ShapeBucket, ...] = (ShapeBucket(800, 1344), ShapeBucket(1344, 800))
-    """Shape buckets: heights and widths to which resized images are padded. All images of a batch
-    have the same bucket."""
+    """Shape buckets: sizes (height, width) to which resized images are padded. All images of a
+    batch are padded to the same bucket."""
     flip_probability: float = Field(0.5, ge=0, le=1)
     """Probability that a training image is flipped horizontally."""
     transforms: tuple[Transform, ...] = ()
-    """Further augmentation of training images, in this order, as in [{name: ColorJitter,
-    brightness: 0.4}]: ScaleJitter or RandomShortestSize first, RandomCrop, RandomRotation,
-    RandomVerticalFlip, ColorJitter, and SimpleCopyPaste last. Images larger than their bucket are
-    cropped to it."""
+    """Further augmentation of training images, applied in the order of this list, as in [{name:
+    ColorJitter, brightness: 0.4}]. Names: ScaleJitter or RandomShortestSize (must be first),
+    RandomCrop, RandomRotation, RandomVerticalFlip, ColorJitter, SimpleCopyPaste (must be last).
+    Images larger than their bucket are cropped to it."""
     on_broken: Literal["skip", "refuse"] = "skip"
-    """Unreadable images and invalid annotations: skip them with a warning, or stop the run."""
+    """Unreadable images and invalid annotations: skip them with a warning, or refuse them, which
+    stops the run."""
     keep_empty: bool = False
     """Also train on images without objects."""
     workers: int = Field(2, ge=0)
     """Data-loading processes. 0: load in the training process."""
     decode: Literal["workers", "device"] = "workers"
-    """JPEG decoding, resize and flip: in the data-loading processes, or on the training device to
-    free CPU cores. The processes then decode only files that the device cannot."""
+    """Decode, resize and flip JPEG files in the data-loading processes (workers), or on the
+    training device (device), which frees CPU cores. With device, the data-loading processes decode
+    only files that the device cannot decode."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "DataConfig":
@@ -122,12 +125,14 @@ class EvaluationConfig(FrozenConfig):
     per_epoch: bool = False
     """Also evaluate after every epoch."""
     min_bbox_ap: float | None = Field(None, ge=0, le=1)
-    """Stop early when an evaluation reaches this box AP (and `min_mask_ap`, if set)."""
+    """Stop early when an evaluation reaches this box AP. If `min_mask_ap` is also set, both APs
+    must be reached."""
     min_mask_ap: float | None = Field(None, ge=0, le=1)
-    """Stop early when an evaluation reaches this mask AP (and `min_bbox_ap`, if set)."""
+    """Stop early when an evaluation reaches this mask AP. If `min_bbox_ap` is also set, both APs
+    must be reached."""
     patience: int | None = Field(None, ge=1)
-    """Stop early after this number of consecutive evaluations without a better mask AP than before.
-    None: do not."""
+    """Stop early after this number of consecutive evaluations that do not exceed the best mask AP
+    so far. None: no such limit."""
     skip_test: bool = False
     """Skip all evaluations during and after training."""
     skip_eval: bool = False
@@ -142,9 +147,9 @@ class EvaluationConfig(FrozenConfig):
     losses: bool = False
     """Also compute the losses on the validation set, which takes a second pass over it."""
     draw_images: int = Field(0, ge=0)
-    """Number of validation images, always the same, that are drawn with their detections into the
-    folder `validation_images`: after each evaluation, and after 10, 30 and 100 % of the training.
-    The latter are joined in `progress.png`."""
+    """Number of validation images to draw with their detections into the folder
+    `validation_images`. The same images are drawn after each evaluation, and after 10, 30 and 100 %
+    of the training. The drawings at these three points are joined in `progress.png`."""
     evaluator: EvaluatorName = "faster-coco-eval"
     """Library that computes the metrics. Both give equal metrics; pycocotools is the reference."""
 
@@ -195,15 +200,15 @@ class TrainConfig(FrozenConfig):
     """Training device: auto (a GPU if there is one, else the CPU), cpu, cuda, or numbers of GPUs,
     as in 0,1, with one process per GPU."""
     processes: int | None = Field(None, ge=1)
-    """Training processes to start on this machine, each with its own GPU. None: one per number in
-    `device`, else one."""
+    """Number of training processes on this machine. On GPUs, each process uses its own GPU. None:
+    one process per GPU number in `device`, or one process if `device` has no GPU numbers."""
     precision: Literal["fp32", "tf32", "fp16", "bf16"] = "fp16"
     """Arithmetic: fp32, TF32, or autocast to fp16 (with loss scaling; GPU only) or bf16."""
     channels_last: bool = True
     """Store weights and activations in NHWC order: faster on GPUs, except with group norm."""
     compile: Literal["auto", True, False] = "auto"
-    """Compile losses and gradients with torch.compile, which takes a minute for each input size in
-    the first run: auto (on a GPU, for 3,000 iterations or more), true or false."""
+    """Compile losses and gradients with torch.compile. In the first run, this takes a minute per
+    input size. auto: compile on a GPU if the run has 3,000 iterations or more."""
     weights: str | None = None
     """Initial weights of the model or its backbone: a file, an http(s) address, the name of
     torchvision weights, or a name from `maskrcnn weights list`. Formats: this project, torchvision,

@@ -127,7 +127,7 @@ def show(source: str, overrides: tuple[str, ...], as_yaml: bool) -> None:
 
 
 def _table_from(loaded: Any) -> str:
-    """Format the `TrainConfig` `loaded` for `maskrcnn config show`, one section after another."""
+    """Return the text that `maskrcnn config show` prints for `loaded`, a `TrainConfig`."""
     from ..model.config.reference import sections, text_from_value
 
     formatter = click.HelpFormatter(max_width=_MAX_WIDTH)

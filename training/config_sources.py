@@ -42,7 +42,8 @@ def read_values(source: str, overrides: Sequence[str], sections: Values | None) 
     """Read the values of a preset or YAML file and of its base, and apply overrides.
 
     The key `base` is the name of a preset, or the path of a YAML file relative to the file with
-    this key. Values of the base are defaults. The merged values are not validated.
+    this key. The base supplies the values of keys that the file does not set. The merged values are
+    not validated.
 
     Args:
         source: Name of a preset, or path of a YAML file.

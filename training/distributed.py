@@ -64,7 +64,7 @@ class Worker(NamedTuple):
 
 
 class GradientSum:
-    """All-reduce of gradients: replaces those of a step by their sums over all ranks."""
+    """All-reduce that replaces the gradients of a training step by their sums over all ranks."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
@@ -72,9 +72,10 @@ class GradientSum:
         self._operations: list[Any] = []
 
     def start(self) -> None:
-        """Start to sum the gradients that the backward pass has computed so far.
+        """Start to sum the gradients that the backward pass has computed so far. Do not wait.
 
-        The backward pass may go on meanwhile. All ranks must have computed the same gradients.
+        The backward pass can continue during the sum. When the ranks call this method, all of them
+        must have computed the gradients of the same parameters.
         """
         ready = [x.grad for x in self._remaining if x.grad is not None]
         self._remaining = [x for x in self._remaining if x.grad is None]
@@ -86,7 +87,7 @@ class GradientSum:
         self._operations.append(operation)
 
     def finish(self) -> None:
-        """Sum all other gradients, and wait for all sums. Call this after the backward pass."""
+        """Sum the remaining gradients, and wait for all sums. Call this after the backward pass."""
         self.start()
         for operation in self._operations:
             operation.wait()
@@ -96,8 +97,8 @@ class GradientSum:
 def local_device(device: Device) -> torch.device:
     """Return the device of this process: the CPU, or one GPU.
 
-    The environment variable `LOCAL_RANK` selects the GPU. If `device` lists GPU indices, it is a
-    position in this list. Otherwise, it is the index of the GPU.
+    The environment variable `LOCAL_RANK` selects the GPU. If `device` lists GPU indices,
+    `LOCAL_RANK` is a position in this list. Otherwise, `LOCAL_RANK` is the index of the GPU.
 
     Raises:
         ConfigError: `device` requires a GPU that does not exist, or there are more processes on

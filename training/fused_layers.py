@@ -56,7 +56,7 @@ def _replace(module: nn.Module, name: str, fused: Callable[..., Any]) -> None:
 
 
 def _dtype_of(layer: nn.Conv2d) -> torch.dtype:
-    """Return the dtype in which a layer computes: that of autocast, or of its weight."""
+    """Return the dtype of a layer's computation: autocast's if enabled, else the weight's."""
     device = layer.weight.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -116,8 +116,9 @@ def _rpn_head(head: RPNHead, features: Sequence[Tensor]) -> tuple[list[Tensor], 
 
 
 def _mask_predictor(predictor: MaskPredictor, features: Tensor, labels: Tensor) -> Tensor:
-    # The transposed convolution writes 2 x 2 pixels per cell, so it is a matrix product over the
-    # cells. Only the logits are brought into the order of the pixels.
+    # The transposed convolution writes a separate block of 2 x 2 pixels for each cell of
+    # `features`, so it is computed as a matrix product. This product is ordered by cell. Only the
+    # final logits are rearranged into the order of the pixels.
     upsampling, last = predictor.conv5_mask, predictor.mask_fcn_logits
     assert upsampling.bias is not None
     assert last.bias is not None

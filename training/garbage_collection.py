@@ -21,9 +21,9 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def collect_frozen_objects() -> None:
-    """Collect unreachable objects, also those that `gc.freeze` excluded. Freeze all other objects.
+    """Collect unreachable objects, including those that `CocoDataset` froze with `gc.freeze`.
 
-    `CocoDataset` calls `gc.freeze`.
+    Afterwards, freeze all remaining objects.
     """
     gc.unfreeze()
     gc.collect()

@@ -11,7 +11,7 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM ended the run. Before that, a checkpoint was written."""
+    """SIGINT or SIGTERM ended the run, after a checkpoint was written."""
 
 
 class Interruption:
@@ -37,7 +37,7 @@ class Interruption:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        """Raise an error at the first signal in a `with` block, which need not be completed.
+        """In a `with` block that need not be completed, raise an error at the first signal.
 
         Raises:
             TrainingInterrupted: The first signal arrived in the block, or before it.

@@ -52,7 +52,8 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: A signal such as SIGKILL ended a process.
     """
-    # Import torch only now: the import takes seconds, and this process may not need torch.
+    # Import torch here, because the import takes seconds. At the top of this module, it would also
+    # delay `--help` and messages about mistyped keys.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
@@ -85,9 +86,9 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
         result = processes.wait(period=0.2)
     if result is None or not result.is_failed():
         return 0
-    # Find the rank that failed first. torch's launcher then ends the other ranks with SIGTERM. If a
-    # signal killed the first rank, other ranks may also lose the connection to it, and exit with
-    # positive codes.
+    # Find the rank that failed first. Prefer ranks that SIGTERM did not end, because torch's
+    # launcher then ends the other ranks with SIGTERM. Among them, prefer a rank that a signal
+    # killed, because other ranks may lose the connection to it, and exit with positive codes.
     rank, first = min(
         result.failures.items(),
         key=lambda failure: (failure[1].exitcode == -signal.SIGTERM, failure[1].exitcode > 0),
@@ -117,7 +118,8 @@ def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        # Divide the cores. Otherwise, each process would start as many threads as there are cores.
+        # Divide the cores among the processes. Otherwise, each process would start one thread per
+        # core of the machine.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
     }
     return {name: str(value) for name, value in values.items()}

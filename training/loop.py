@@ -82,7 +82,7 @@ class TrainingLoop:
                 "evaluation.expected needs an evaluation; set data.val and remove "
                 "evaluation.skip_test, or set evaluation.expected={}"
             )
-        # The key `skip_test` skips early stopping, too.
+        # With `skip_test`, the early-stopping keys have no effect, so they need no metrics.
         computes_metrics = config.data.val is not None and not config.evaluation.skip_eval
         if config.evaluation.stops_early and not (computes_metrics or config.evaluation.skip_test):
             raise ConfigError(
@@ -93,16 +93,16 @@ class TrainingLoop:
     def run(self) -> dict[str, float]:
         """Train until `solver.max_iterations` or an early stop. Save checkpoints on the way.
 
-        If an evaluation is due and the checkpoint that the run resumes from has no metrics yet, the
-        run begins with that evaluation.
+        If the checkpoint that the run resumes from should have been evaluated but has no metrics,
+        the run begins with this evaluation.
 
         Returns:
             Metrics of the final model by name. The dictionary is empty if it was not evaluated.
 
         Raises:
             DataError: An image is unreadable and `data.on_broken` is "refuse", or all images of a
-                shape bucket (input size) are unreadable. A run with one rank writes a checkpoint
-                before the error if the error occurs in training and after the first step.
+                shape bucket (input size) are unreadable. If a training batch causes the error after
+                the first step, a run with one rank writes a checkpoint before it raises the error.
             ConfigError: A tracker cannot start.
             DivergenceError: A loss or a weight is not finite.
             GpuMemoryError: A step or an evaluation needs more memory than the GPU has.
@@ -132,8 +132,8 @@ class TrainingLoop:
                 report.record(iteration, losses, learning_rate(config.solver, iteration))
                 if self._evaluate_and_save(report):
                     break
-                # Several ranks agree by an all-reduce, which makes the host wait for the device.
-                # Therefore they do so only every `log_period` iterations.
+                # With several ranks, this method calls an all-reduce, which makes the host wait for
+                # the device. Therefore it is then called only every `log_period` iterations.
                 if worker.world_size == 1 or trainer.iteration % config.log_period == 0:
                     self._stop_if_interrupted()
         self._batches.warn_of_skipped()
@@ -174,8 +174,8 @@ class TrainingLoop:
         return final
 
     def _evaluate(self, validation: Validation, report: TrainingReport) -> dict[str, float]:
-        # When the ranks have agreed here, rank 0 has written the checkpoint. Each rank can then end
-        # on its own.
+        # With several ranks, the all-reduce in this method also ensures that rank 0 has written the
+        # checkpoint. From here on, a signal can end each rank without waiting for the others.
         self._stop_if_interrupted()
         with report.evaluating(), self._interruption.immediate():
             metrics = validation.measure(
@@ -200,8 +200,8 @@ class TrainingLoop:
             return
         if self._saved_iteration != self._trainer.iteration:
             self._save(final=False)
-        # Rank 0 writes the checkpoint. The other ranks must not end before it exists, because the
-        # launcher then ends rank 0.
+        # Rank 0 writes the checkpoint. If another rank ended before the checkpoint exists, the
+        # launcher would end rank 0 too.
         worker.wait_for_ranks()
         raise TrainingInterrupted
 

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 # images of each step and their sizes.
 _FIXED = ("model", "seed", "data", "solver.optimizer", "solver.images_per_batch")
 # Keys within `_FIXED` that may change. The paths in `data.train` may change, because the ids of the
-# images and the hash of the annotation file are compared instead. The latter also compares
-# `model.num_classes`, which is the number of categories in the file.
+# images and the hash of the annotation file are compared instead. The hash also fixes
+# `model.num_classes`, because training sets this key to the number of categories in the file.
 _FREE = (
     "model.num_classes",
     "data.train",
@@ -55,10 +55,10 @@ def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
 
 
 def with_initial_weights(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
-    """Return `config` with the key `weights` of the run that is resumed from `checkpoint`.
+    """Return `config` with the value of `weights` that `checkpoint` stores.
 
-    A resumed run does not read its initial weights. If `config` has other weights, a message that
-    they are ignored is logged.
+    A resumed run does not read its initial weights. If `config` has another value of `weights`, log
+    that this value is ignored.
 
     Raises:
         ConfigError: The checkpoint has no training state.
@@ -77,9 +77,9 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
     """Check that a run can be resumed from a checkpoint with the current configuration and data.
 
     The sections `model` and `data`, the training images and annotations, the seed, the optimiser
-    type and the batch size must be those of the checkpoint. Exceptions in `data` are `val`, the
-    paths in `train`, `workers`, `on_broken`, `flip_probability` and `transforms`. These and all
-    other keys may change. Changes are logged, except those of `output_dir`.
+    type and the batch size must be those of the checkpoint. All other keys may change. In `data`,
+    the keys `val`, `workers`, `on_broken`, `flip_probability` and `transforms`, and the paths in
+    `train`, may change too. Changes are logged, except those of `output_dir`.
 
     Args:
         checkpoint: Checkpoint to resume from.
@@ -88,7 +88,7 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
 
     Raises:
         ConfigError: The training data or a key that must not change has changed, the checkpoint has
-            no training state, or its configuration is invalid in this version of the program.
+            no training state, or its configuration is invalid in this version of the package.
     """
     before = _identity_of(checkpoint)
     old, new = _values_with_defaults(before["config"]), values_by_key(now["config"])
@@ -130,7 +130,7 @@ def _values_with_defaults(written: dict[str, Any]) -> dict[str, Any]:
         config = TrainConfig.model_validate(written)
     except ValidationError as error:
         raise ConfigError(
-            "the run to resume was created by another version of this program: "
+            "the run to resume was created by another version of maskrcnn-trt: "
             f"{validation_message(error, TrainConfig)}; start a new run from its weights with "
             "weights=FILE output_dir=FOLDER"
         ) from None

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
-    """Train a model, or resume the run in `output_dir`. Under `torchrun`, every process calls this.
+    """Train a model, or resume the run in `output_dir`. Call it in every process of `torchrun`.
 
     Returns:
         Path of the final checkpoint.
@@ -54,8 +54,8 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
     """
     if (count := processes_to_start(config.device, config.processes)) > 1:
         raise ConfigError(
-            f"{count} training processes are configured, but run_training() starts none; use the "
-            "command `maskrcnn train` or torchrun"
+            f"{count} training processes are configured, but run_training() cannot start them; use "
+            "the command `maskrcnn train` or torchrun"
         )
     with worker(config.device) as rank:
         checkpoint, metrics = train(config, rank, resume=resume)
@@ -66,7 +66,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
 def evaluate_checkpoint(
     checkpoint: Path, source: str, overrides: Sequence[str] = (), report: Path | None = None
 ) -> dict[str, float]:
-    """Evaluate a checkpoint on a validation set. Under `torchrun`, every process calls this.
+    """Evaluate a checkpoint on a validation set. Call it in every process of `torchrun`.
 
     Detections and metrics are also written to `output_dir/inference`. `evaluation.expected` is not
     checked.
@@ -151,7 +151,8 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
             # Check on every rank, because each host may have its own copy of the data.
             check_resumable(last, identity, dataset.name)
         has_ended = last is not None and last.iteration >= config.solver.max_iterations
-        # The configuration of a run that has ended stays, because nothing is trained with this one.
+        # If the run has ended, keep its recorded configuration, because nothing is trained with the
+        # new one.
         if rank.is_main and not has_ended:
             _record(config)
         if last is not None:
@@ -181,7 +182,7 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
                 folder.last(),
             )
             raise
-        # The first rank writes the checkpoint; the others must not return before it exists.
+        # Rank 0 writes the checkpoint. The other ranks must not return before it exists.
         rank.wait_for_ranks()
         return folder.last(), metrics
 

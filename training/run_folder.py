@@ -46,7 +46,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            # The error names the whole path, even if a parent is the file.
+            # The exception contains the whole path, even if one of its parents is the file.
             parts = (*reversed(self.path.parents), self.path)
             file = next(part for part in parts if not part.is_dir())
             raise ConfigError(

@@ -17,9 +17,9 @@ class SolverConfig(FrozenConfig):
     accumulate: int = Field(1, ge=1)
     """Forward and backward passes per optimiser step. More passes need less memory."""
     scale_from_batch: int | None = Field(None, ge=1)
-    """Images per step for which `base_lr`, `max_iterations`, `steps` and `warmup_iterations` are
-    given. They are scaled linearly to `images_per_batch` (Goyal et al., 2017). None: no scaling.
-    After scaling, the loaded configuration contains None."""
+    """Number of images per step that `base_lr`, `max_iterations`, `steps` and `warmup_iterations`
+    are meant for. On loading, these four keys are scaled linearly to `images_per_batch` (Goyal et
+    al., 2017), and this key is set to None. None: no scaling."""
     base_lr: float = Field(0.02, gt=0)
     """Learning rate after warm-up."""
     bias_lr_factor: float = Field(1.0, gt=0)
@@ -31,11 +31,11 @@ class SolverConfig(FrozenConfig):
     max_iterations: int = Field(90000, ge=1)
     """Number of optimiser steps of the run."""
     epochs: int | None = Field(None, ge=1)
-    """Length of the run in epochs of the training set, instead of `max_iterations`. `steps` keep
-    their shares of the run, and the warm-up is at most a tenth of it. None: `max_iterations`."""
+    """Length of the run in epochs. It replaces `max_iterations`, scales `steps` to the new length,
+    and limits the warm-up to a tenth of the run. None: use `max_iterations`."""
     schedule: Literal["steps", "cosine", "linear"] = "steps"
-    """Learning rate after warm-up: multiplied by `gamma` at each of `steps`, or falling to 0 at the
-    end of the run, along half a cosine or linearly."""
+    """Decay of the learning rate. steps: it is multiplied by `gamma` at each of `steps`. cosine,
+    linear: it falls to 0 at the end of the run, along half a cosine or linearly."""
     steps: tuple[Annotated[int, Field(ge=1)], ...] = (60000, 80000)
     """Iterations at which the learning rate is multiplied by `gamma`, with schedule `steps`."""
     gamma: float = Field(0.1, gt=0, le=1)

@@ -32,7 +32,8 @@ class Stability(NamedTuple):
         return {name: statistics.stdev(values) for name, values in self._values().items()}
 
     def _values(self) -> dict[str, list[float]]:
-        # Runs that finished with other settings, such as `evaluation.losses`, have other metrics.
+        # With `resume`, some runs may have finished earlier with other settings, such as
+        # `evaluation.losses`, and have other metrics.
         runs = list(self.metrics.values())
         common = [name for name in runs[0] if all(name in run for run in runs)]
         return {name: [run[name] for run in runs] for name in common}

@@ -43,8 +43,8 @@ class _ConsoleHandler(logging.Handler):
                 self.format(record), markup=False, emoji=False, highlight=False, soft_wrap=True
             )
         except OSError as error:
-            # Redirect the descriptor, because progress bars and Python itself, when it exits, also
-            # write to it.
+            # Redirect the file descriptor, because the progress bars also write to it, and so does
+            # Python when it exits.
             with open(os.devnull, "wb") as null:
                 os.dup2(null.fileno(), self._console.file.fileno())
             warn_of_unwritten(Path("standard error"), error)

@@ -19,7 +19,8 @@ from .config import ConfigError, TrainConfig
 logger = logging.getLogger(__name__)
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
-# File with the run ids that trackers assigned, so that a resumed run continues these runs.
+# File with the id that each tracker has assigned to its record of the run. A resumed run continues
+# these records.
 _IDS_FILE = "trackers.json"
 
 
@@ -96,7 +97,7 @@ class _TensorBoard:
         # `purge_step` hides the values that a killed run wrote after its last checkpoint.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_iteration + 1)
         # The writer's thread prints a traceback if it cannot write, for example because the disk is
-        # full. The next call of the writer raises the same exception.
+        # full. Suppress it, because the next call of the writer raises the same exception.
         self._print_traceback = threading.excepthook
         threading.excepthook = self._print_traceback_of_others
 

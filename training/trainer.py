@@ -54,9 +54,9 @@ class Trainer:
         self.worker = worker
         self.iteration = 0
         if self._compiles() or worker.world_size > 1:
-            # Free the GPU memory of earlier runs of this process. A model that is compiled, or
-            # wrapped in DistributedDataParallel, is part of a reference cycle, which the validation
-            # set of its run has frozen.
+            # Free the GPU memory of earlier runs in this process. A model that is compiled, or
+            # wrapped in DistributedDataParallel, is part of a reference cycle. Garbage collections
+            # skip this cycle, because reading the validation set of its run called `gc.freeze`.
             collect_frozen_objects()
         seed_generators(config.seed)
         self.model = MaskRCNN(config.model)
@@ -80,15 +80,15 @@ class Trainer:
 
             if worker.device.type == "cuda":
                 # Fuse only if the model is compiled. In eager mode, launching the fused operations
-                # takes as long as they save.
+                # takes as much time as the fusion saves.
                 fuse_layers(self.model)
             one_pass = config.solver.accumulate == 1
             # Replace the method before `_over_ranks`, so that DistributedDataParallel, if there is
             # one, wraps the compiled losses.
             self.model.losses = CompiledLosses(  # type: ignore[method-assign]
                 self.model,
-                # A CUDA graph overwrites the gradients of its last replay, so they cannot be
-                # accumulated.
+                # Each replay of a CUDA graph overwrites the gradients of the previous replay, so
+                # gradients cannot be accumulated.
                 graphs=worker.device.type == "cuda" and one_pass,
                 required=config.compile is True,
                 on_gradients=self._gradient_sum.start if self._gradient_sum and one_pass else None,
@@ -106,14 +106,15 @@ class Trainer:
         return any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules())
 
     def _sums_gradients(self) -> bool:
-        """Whether `step` sums the gradients over the ranks, not DistributedDataParallel."""
-        # The parts of a compiled backward pass return all their gradients at once, so
+        """Return whether `GradientSum`, not DistributedDataParallel, sums the gradients."""
+        # Each part of a compiled backward pass returns all its gradients at once, so
         # DistributedDataParallel would only add a copy of each gradient into its communication
-        # buffers. But it also copies buffers from rank 0.
+        # buffers. A model with changing buffers needs DistributedDataParallel, which copies these
+        # buffers from rank 0.
         return self.worker.world_size > 1 and self._compiles() and not self._has_changing_buffers()
 
     def _over_ranks(self) -> nn.Module:
-        """Return the model, wrapped in DistributedDataParallel if that sums the gradients."""
+        """Return the model, wrapped in DistributedDataParallel if several ranks need it."""
         if self.worker.world_size == 1 or self._gradient_sum is not None:
             return self.model
         return DistributedDataParallel(self.model, broadcast_buffers=self._has_changing_buffers())

@@ -40,7 +40,7 @@ class RandomShortestSizeConfig(TransformConfig):
     min_size: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (640, 672, 704, 736, 768, 800), min_length=1
     )
-    """Shorter sides in pixels."""
+    """Shorter sides to choose from, in pixels."""
 
 
 class RandomCropConfig(TransformConfig):
@@ -56,7 +56,7 @@ class RandomRotationConfig(TransformConfig):
 
     name: Literal["RandomRotation"]
     degrees: float = Field(gt=0, le=180)
-    """Largest angle in degrees, in both directions."""
+    """Largest angle in degrees. The random angle lies between -`degrees` and `degrees`."""
 
 
 class RandomVerticalFlipConfig(TransformConfig):
@@ -71,11 +71,11 @@ class ColorJitterConfig(TransformConfig):
 
     name: Literal["ColorJitter"]
     brightness: float = Field(0.0, ge=0)
-    """Largest deviation of the random factor from 1."""
+    """Largest deviation of the random brightness factor from 1."""
     contrast: float = Field(0.0, ge=0)
-    """Largest deviation of the random factor from 1."""
+    """Largest deviation of the random contrast factor from 1."""
     saturation: float = Field(0.0, ge=0)
-    """Largest deviation of the random factor from 1."""
+    """Largest deviation of the random saturation factor from 1."""
     hue: float = Field(0.0, ge=0, le=0.5)
     """Largest change, as a share of the colour circle."""
 

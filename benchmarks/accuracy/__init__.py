@@ -40,7 +40,7 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
 )  # fmt: skip
 @click.option(
     "--precision", type=click.Choice(get_args(Precision)),
-    help="Precision of a bundle. Default: the first that the backend supports.",
+    help="Precision of a bundle. Default: as `maskrcnn serve` selects it.",
 )  # fmt: skip
 @click.option(
     "--batch", type=click.IntRange(1),
@@ -68,8 +68,8 @@ def evaluate(
 ) -> None:
     """Measure the average precision of a checkpoint or a bundle.
 
-    `maskrcnn eval CHECKPOINT CONFIG [KEY=VALUE]...` evaluates on data.val of CONFIG. The arguments
-    are those of `maskrcnn train`. The command can also be started by `torchrun`. The checkpoint
+    `maskrcnn eval CHECKPOINT CONFIG [KEY=VALUE]...` evaluates on data.val of CONFIG. CONFIG and
+    KEY=VALUE are as for `maskrcnn train`. `torchrun` can start this command too. The checkpoint
     defines the model, and the section `model` of CONFIG is ignored. KEY=VALUE can change keys of
     the checkpoint's model that affect only inference, such as model.roi.score_threshold. The result
     files are written to the folder `inference` in output_dir.
@@ -83,9 +83,9 @@ def evaluate(
     and --annotations. DATA can also be CONFIG [KEY=VALUE]..., of which only data.val,
     data.on_broken, data.exif_orientation and the section `evaluation` are used.
 
-    With a data set folder, --images, --annotations, --backend, --precision or -o, a checkpoint (or
-    a name) is first exported to a bundle in the cache folder, and this bundle is evaluated instead.
-    Later evaluations use the same bundle.
+    A checkpoint (or a name) is evaluated as a bundle if DATA is a data set folder, or if --images,
+    --annotations, --backend, --precision or -o is given. It is then first exported to a bundle in
+    the cache folder. Later evaluations reuse this bundle.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
     coco_results.pth, which torch.load reads. If a metric is below evaluation.expected, the exit
@@ -135,7 +135,7 @@ def _evaluate_checkpoint(
             _name_report(given)
             _write_json(json_path, {"checkpoint": reference, "metrics": metrics})
         # Wait until the main process has printed. If another process failed in `check_expected`
-        # earlier, torchrun would kill the main process at once.
+        # before that, torchrun would kill the main process at once.
         own.wait_for_ranks()
     with errors_of_main_process():
         check_expected(config.evaluation, metrics)
@@ -162,7 +162,8 @@ def _evaluate_bundle(
         with_ids_of(data.dataset, checkpoint_from_reference(reference).categories)
 
     precisions = (given["precision"],) if "precision" in given else ()
-    # `evaluate_bundle` checks the classes too, but an export takes a minute.
+    # Check the classes before the export, which takes a minute. `evaluate_bundle` would find a
+    # mismatch only after it.
     bundle = bundle_for_backend(
         reference, given.get("backend", "auto"), precisions, before_export=check_classes
     )
@@ -223,7 +224,10 @@ def _validation_set_of_config(
     from .measure import ValidationSet
 
     if source not in presets() and not Path(source).is_file():
-        raise ConfigError(f"{source} is neither a folder nor a configuration file nor a preset")
+        raise ConfigError(
+            f"{source} is neither a folder nor a configuration file nor a preset; give one of "
+            "these as DATA"
+        )
     for key in (override.partition("=")[0] for override in overrides):
         if not re.match(r"(data\.val|data\.on_broken|data\.exif_orientation|evaluation)\b", key):
             raise ConfigError(

@@ -83,8 +83,7 @@ def evaluate_bundle(
         bundle: Folder of the bundle.
         data: Validation set.
         backend: Inference backend.
-        precision: Precision to evaluate. None: use the first precision of the bundle that the
-            backend supports.
+        precision: Precision to evaluate. None: the precision that `served_precision` selects.
         output: Folder for the result files. None: write no result files.
         report: HTML file for a report. None: write no report.
 
@@ -140,9 +139,8 @@ def _detect(
         detect: function that takes image paths and the argument `apply_orientation`, and yields
             detections or an error per image. `apply_orientation` states whether to rotate images
             according to their EXIF data.
-        upright_first: value of `apply_orientation` in the first attempt. If this gives an image
-            another size than the annotated one, the image is processed again with the opposite
-            value.
+        upright_first: value of `apply_orientation` in the first attempt. If the image then does
+            not have its annotated size, it is processed again with the opposite value.
     """
     others = []
     for record, outcome in _pairs(records, partial(detect, apply_orientation=upright_first)):

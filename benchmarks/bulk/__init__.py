@@ -62,7 +62,7 @@ _CPU_STEP_MEANINGS = {
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(min=1), default=(8,))
 @click.option(
     "--precision", type=click.Choice(get_args(Precision)),
-    help="Default: the first precision of the bundle that the backend supports.",
+    help="Precision to measure. Default: the precision that `maskrcnn serve` selects.",
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(get_args(BackendName)), default="auto",
@@ -146,10 +146,10 @@ def bulk_record(results: Sequence["BulkResult"], images: str) -> Record:
 
 
 def bulk_goals(results: Sequence["BulkResult"]) -> list[str]:
-    """Return one sentence per GPU result that compares its `share` with the goal `_GOAL`.
+    """Return one sentence per result on a GPU. It compares the result's `share` with `_GOAL`.
 
-    `share` is the throughput of all steps divided by the throughput of the model step alone. CPU
-    results get no sentence.
+    `share` is the throughput of all steps divided by the throughput of the model step alone.
+    Results on a CPU get no sentence.
     """
     return [
         f"Batch {r.batch} in {r.precision}: {r.images_per_second:.0f} images/s, {r.share:.0%} of "

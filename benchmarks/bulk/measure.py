@@ -35,7 +35,7 @@ _MIN_CALLS = 3
 class BulkSettings:
     """Settings of the bulk benchmark: precision, backend, batch sizes, images and duration."""
 
-    # Precision to measure. None: the first precision of the bundle that the backend supports.
+    # Precision to measure. None: the precision that `served_precision` selects.
     precision: Precision | None = None
     backend: BackendName = "auto"
     # Batch sizes, measured one after the other.
@@ -55,7 +55,7 @@ class BulkResult:
     engine: str
     precision: Precision
     device: str
-    # Images per batch. All have one input size.
+    # Images per batch. All images are resized and padded to the same input size.
     batch: int
     # Throughput from files to masks, with all steps running concurrently.
     images_per_second: float
@@ -68,7 +68,7 @@ class BulkResult:
 
     @property
     def share(self) -> float:
-        """Throughput from files to masks, divided by that of the model step when it runs alone."""
+        """Throughput from files to masks divided by the throughput of the model step alone."""
         return self.images_per_second / self.engine_images_per_second
 
 

@@ -16,14 +16,14 @@ IDLE = "idle"
 # Number of profiled batches, and length of the list of the costliest kernels.
 _BATCHES = 10
 _COSTLIEST = 15
-# Parts of the names of the kernels by which the stages are recognized.
+# Parts of the names of kernels that start a stage.
 _TOP_K = ("prune_top_k", "sort_top_k")
 _POOLING = ("pyramid_roi_align",)
 # For each stage after the trunk: parts of possible names of its first kernel.
 _FIRST_KERNELS = (_TOP_K, _POOLING, _TOP_K, _POOLING)
 
-# Kinds of kernels of a training step, with parts of the kernels' names. The first kind whose part
-# occurs in a name is that of the kernel.
+# Kinds of kernels of a training step, each with parts of kernel names. A kernel's kind is the
+# first one with a part that occurs in the kernel's name.
 _KERNEL_KINDS = {
     "element-wise": ("triton_", "elementwise", "reduce_kernel"),
     "convolutions": ("fprop", "dgrad", "wgrad", "conv"),
@@ -33,7 +33,7 @@ _KERNEL_KINDS = {
     "copies": ("Memcpy", "Memset"),
 }
 _OTHER = "other"
-# Communication that no other kernel hides.
+# Name for the time in which only NCCL (communication) kernels run.
 NCCL = "NCCL"
 KERNEL_KINDS = (*_KERNEL_KINDS, _OTHER, NCCL)
 
@@ -84,7 +84,8 @@ def measure_stages(
         batch: number of images in the batch, for the result.
 
     Raises:
-        ValueError: the runs did not all start the same number of GPU activities.
+        ValueError: the number of recorded GPU activities is 0 or not a multiple of the number of
+            runs.
     """
     run()  # one-time work, such as graph capture, stays out of the profile
     activities = profile_gpu(run, _BATCHES)
@@ -210,13 +211,13 @@ def mean_milliseconds_by_stage(activities: Sequence[GpuActivity], batches: int) 
         batches: number of batches. Each has the same number of activities.
 
     Raises:
-        ValueError: the number of activities is not a multiple of the number of batches.
+        ValueError: the number of activities is 0 or not a multiple of the number of batches.
     """
     count, rest = divmod(len(activities), batches)
     if rest or not count:
         raise ValueError(
             f"the profiler recorded {len(activities)} GPU kernels in {batches} equal batches, but "
-            f"the number of kernels must be a multiple of {batches}; run the measurement again"
+            "all batches must have the same number of kernels, at least one; measure again"
         )
     times = [
         milliseconds_by_stage(activities[i : i + count]) for i in range(0, len(activities), count)
@@ -227,7 +228,7 @@ def mean_milliseconds_by_stage(activities: Sequence[GpuActivity], batches: int) 
 def costliest_kernels(
     activities: Sequence[GpuActivity], batches: int, count: int
 ) -> list[KernelTotal]:
-    """Return calls and milliseconds per batch of the `count` kernels with the most GPU time.
+    """Return the `count` kernels with the most GPU time, with calls and milliseconds per batch.
 
     `activities` contains the GPU activities of `batches` equal batches.
     """

@@ -27,7 +27,7 @@ _NOISE = 18.0
 PHOTO_LIKE = (
     f"{_LANDSCAPES + _PORTRAITS} generated JPEGs of about 150 kB each, the mean file size in "
     f"COCO: {_LANDSCAPES} of {_SHORT}x{_LONG} pixels (height x width) and {_PORTRAITS} of "
-    f"{_LONG}x{_SHORT}. For a model with one input size, only those that fit it are used"
+    f"{_LONG}x{_SHORT}. Only those that fit an input size of the model are used"
 )
 
 

@@ -26,7 +26,7 @@ _PACKAGES = (
     "triton",
 )
 
-# Rows and columns of the matrices whose product sets the roofline.
+# Number of rows and of columns of the matrices. The rate of their product gives the roofline.
 MATMUL_SIDE = 8192
 
 
@@ -48,7 +48,7 @@ class MachineInfo:
 class MatmulRoofline:
     """Upper bound of a model's throughput, derived from the GPU's rate of matrix products.
 
-    It assumes that the GPU computes only the model's convolutions and matrix products.
+    The bound assumes that the GPU computes only the model's convolutions and matrix products.
     """
 
     precision: Precision
@@ -85,7 +85,7 @@ def _cpu_name() -> str:
 def measure_matmul_rooflines(
     precisions: Sequence[Precision], config: ModelConfig, bucket: ShapeBucket
 ) -> Iterator[MatmulRoofline]:
-    """Yield the upper bound of a model's throughput on the current GPU, once per precision.
+    """For each precision, yield the upper bound of a model's throughput on the current GPU.
 
     Without a GPU, yield nothing. `bucket` is the model's input size.
     """

@@ -25,7 +25,7 @@ MemoryKind = Literal["cpu", "torch", "driver"]
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# Memory samples that `measure_process_usage` takes.
+# Number of memory samples that `measure_process_usage` takes.
 _SAMPLES = 50
 
 
@@ -35,16 +35,18 @@ class ProcessError(Exception):
 
 @dataclass(frozen=True)
 class ThreadUsage:
-    """CPU use of all threads of one process that have the same name."""
+    """CPU use of a group of threads: all threads of one name in one process."""
 
-    # Index of the process: 0 for the measured process, from 1 for its descendants by ascending PID.
+    # Index of the process. 0: the measured process. From 1 on: its descendants by ascending PID.
     process: int
     # Name of the process in top and ps.
     process_name: str
-    # Name without the number that some thread pools append. `main`: the process's first thread.
+    # Name of the threads, without the number that some thread pools append. `main`: the process's
+    # first thread.
     name: str
+    # Number of threads in the group.
     threads: int
-    # CPU time per wall-clock time, of all these threads together.
+    # CPU time of the group divided by the wall-clock time.
     cores: float
 
 
@@ -52,7 +54,7 @@ class ThreadUsage:
 class ProcessUsage:
     """CPU and memory use of a process and its descendants during a time window."""
 
-    # CPU time per wall-clock time.
+    # CPU time divided by the wall-clock time.
     cores: float
     # Total resident memory, sampled at equal intervals.
     memory_mib: list[float]
@@ -97,7 +99,10 @@ def iterate_in_process(
         process.terminate()
         process.join()
     if process.exitcode:
-        raise ProcessError(f"a benchmark process failed with exit code {process.exitcode}")
+        raise ProcessError(
+            f"a benchmark process failed with exit code {process.exitcode}; stderr has the "
+            "reason; code -9 usually means that memory ran out"
+        )
 
 
 def _send_items(

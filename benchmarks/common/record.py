@@ -29,7 +29,7 @@ json_option = click.option(
     "--json",
     "json_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write results and versions to this file.",
+    help="Also write results and package versions to this JSON file.",
 )
 
 
@@ -42,7 +42,7 @@ def output_option(contents: str) -> Callable[[Callable[..., Any]], Callable[...,
     return click.option(
         "--output",
         type=click.Path(file_okay=False, path_type=Path),
-        help=f"Folder for a record: {contents}, and JSON.",
+        help=f"Folder for a record of the results: {contents}, and a JSON file.",
     )
 
 
@@ -58,7 +58,7 @@ class ResultTable:
     rows: Sequence[Sequence[str]] = ()
     # List items below the table.
     remarks: Sequence[str] = ()
-    # Column that the terminal omits if its value is the same in every row.
+    # Name of a column that is not printed on the terminal if all its cells are equal.
     optional_column: str = ""
     # Whether the table is printed on the terminal. The Markdown page always contains it.
     on_terminal: bool = True
@@ -70,7 +70,7 @@ class PlotGrid:
 
     # Alternative text of the image.
     alt: str
-    # Functions that each draw one plot into an axes.
+    # Functions. Each draws one plot into the matplotlib Axes that it is given.
     plots: Sequence[Callable[["Axes"], None]]
     columns: int = 1
     # Width and height of one plot in inches.
@@ -85,7 +85,7 @@ class Record:
     # First part of the file names, such as `infer`.
     subject: str
     title: str
-    # Dataclasses, written to JSON as they are.
+    # Instances of dataclasses. Their fields become keys of the JSON file.
     results: Sequence[Any]
     tables: Sequence[ResultTable]
     plots: PlotGrid
@@ -110,8 +110,8 @@ def publish(record: Record, json_path: Path | None = None, folder: Path | None =
     Args:
         record: the record.
         json_path: path of a JSON file to write. None: do not write this file.
-        folder: folder for a Markdown page, a PNG and a JSON file with the same content as
-            `json_path`. None: write none of these three.
+        folder: folder for a Markdown page, a PNG, and a JSON file. The JSON file has the same
+            content as `json_path`. None: write none of these three files.
     """
     console = table_console()
     console.print(Text(record.title, style="bold"))
@@ -192,8 +192,8 @@ def plot_stacked_bars(
 
     Args:
         axes: Axes to draw into.
-        bars: For each bar's label, the heights of its parts from bottom to top by name. All bars
-            have the same parts.
+        bars: Mapping from the label of each bar to its parts. The parts are a mapping from name to
+            height, from bottom to top. All bars have parts of the same names.
         colours: Colours of parts, by name. Other parts get default colours.
     """
     bottoms = [0.0] * len(bars)
@@ -271,8 +271,8 @@ def _commit() -> str:
     """Return the Git commit of this package's source, or `unknown` outside of a Git checkout."""
     source = Path(__file__)
     commands = (
-        # Fails if Git does not track this file. If the package is installed in the environment of
-        # another project, `describe` alone would return the commit of that project.
+        # Fails if Git does not track this file. If the package is installed inside the Git checkout
+        # of another project, `describe` alone would return the commit of that project.
         ("ls-files", "--error-unmatch", source.name),
         ("describe", "--always", "--dirty"),
     )

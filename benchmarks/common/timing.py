@@ -1,4 +1,4 @@
-"""Timing of calls on the host's clock or with CUDA events, of training steps, and percentiles."""
+"""Timing of calls and training steps, on the host's clock or with CUDA events; percentiles."""
 
 import itertools
 import math
@@ -185,7 +185,7 @@ class StepTimer:
             self._times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Return the seconds between each two consecutive times that `mark` recorded."""
+        """Return the seconds from each time that `mark` recorded to the next one."""
         if self._on_gpu:
             import torch
 

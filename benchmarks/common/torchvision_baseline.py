@@ -86,7 +86,7 @@ def _torchvision_heads(config: ModelConfig, roi: RoiConfig) -> dict[str, nn.Modu
 
 
 class TorchvisionTrainer:
-    """Trainer of torchvision's Mask R-CNN. Its `step` is called like that of `Trainer`.
+    """Trainer of torchvision's Mask R-CNN. `step` has the same arguments as `Trainer.step`.
 
     Initial weights, optimiser, learning-rate schedule and precision are those of a `Trainer` with
     the same configuration. If a step has several batches, this trainer averages the mean losses of
@@ -167,7 +167,7 @@ class TorchvisionTrainer:
 
 
 class _TransformWithoutResize(GeneralizedRCNNTransform):  # type: ignore[misc]
-    """Torchvision's preprocessing without resizing, because batches contain resized images."""
+    """Torchvision's preprocessing without resizing. Images of a batch are already resized."""
 
     def resize(
         self, image: Tensor, target: dict[str, Tensor] | None = None

@@ -42,7 +42,7 @@ _SOME_FAILED = 3
 @click.option("--shape", "bucket", type=BucketType(), help="Input size, as in 800x1344.")
 @click.option(
     "--peer", "peers", multiple=True, type=click.Choice(get_args(InferBaseline)),
-    help="Baseline: torchvision with the weights of a checkpoint, or ONNX Runtime on a bundle.",
+    help="Baseline: torchvision's model with a checkpoint's weights, or ONNX Runtime on a bundle.",
 )  # fmt: skip
 @images_option("noise")
 @seconds_option
@@ -108,15 +108,15 @@ def _models_from(
 
     Args:
         references: paths, or names of published models.
-        with_weights: whether to return also the weights file of each published model, which
-            torchvision's model needs.
+        with_weights: whether to also return the weights file of each published model. It is needed
+            to measure torchvision's model.
         backend: backend that the exported bundle must support.
         precisions: precisions to export.
         bucket: input size to export. None: use the model's default.
 
     Raises:
         click.BadParameter: A path does not exist.
-        ZooError: No published model has this name, or this program does not support the model.
+        ZooError: No published model has this name, or this package does not support the model.
         DownloadError: A download failed, or a file does not have the published checksum.
     """
     from ...model.weights.downloads import weights_path
@@ -132,7 +132,11 @@ def _models_from(
         elif Path(reference).exists():
             models.append(Path(reference))
         else:
-            raise click.BadParameter(f"Path {reference!r} does not exist.", param_hint="MODELS...")
+            raise click.BadParameter(
+                f"Path {reference!r} does not exist; give a bundle, a checkpoint or a name of "
+                "`maskrcnn weights list`.",
+                param_hint="MODELS...",
+            )
     return models
 
 

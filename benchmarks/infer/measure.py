@@ -87,7 +87,7 @@ class InferResult:
     latency: Latency
     # Peak memory at this batch size. It includes memory kept from smaller batches.
     peak_memory_mib: float
-    # Kind of memory that `peak_memory_mib` is measured in.
+    # Kind of memory whose peak is `peak_memory_mib`.
     memory: MemoryKind
     # Mean over the images of the batch.
     detections_per_image: float
@@ -127,8 +127,8 @@ def measure_models(
         The results, without failures and GPU profiles.
 
     Raises:
-        BundleError, CheckpointError: `settings` has no input size, and that of the first model
-            cannot be read.
+        BundleError, CheckpointError: `settings` has no input size, and the first model cannot
+            be read.
         MeasurementError: `on_measurement` is None, and an engine failed or its model cannot be
             read.
     """
@@ -198,7 +198,7 @@ def _measure_in_process(
 ) -> Iterator[Measurement]:
     if choice.backend == "onnxruntime" and choice.precision == "bf16":
         yield _failure(
-            choice, None, "there is no ONNX model in bf16; only the torch backend supports it"
+            choice, None, "there is no ONNX model in bf16; measure bf16 with --backend torch"
         )
         return
     try:

@@ -49,8 +49,8 @@ _MARKERS = "osD^vP"
 _METHOD_NOTE = """\
 Each engine is measured in a process of its own for each precision, in ascending order of batch
 sizes. Latency is measured first: each batch starts when the previous one is complete. Then the
-throughput is measured with as many batches as the latency: they are queued back to back, with one
-wait at the end.
+throughput is measured with the same number of batches, which are queued back to back, with one wait
+at the end.
 """
 _COLUMNS_NOTE = "The tables of speed have these columns:"
 _COLUMN_MEANINGS = {
@@ -87,7 +87,8 @@ _STAGE_MEANINGS = {
     "trunk": "backbone, FPN and RPN head",
     "proposals": "selection of the proposals, from the first top-k kernel on",
     "box head": "from the first RoIAlign kernel on",
-    "selection": "selection and NMS of the detections, from the next top-k kernel on",
+    "selection": "selection and NMS of the detections, from the first top-k kernel after the box "
+    "head on",
     "mask head": "from the second RoIAlign kernel on",
     "idle": "time between kernels",
 }

@@ -20,15 +20,16 @@ from ...serving.backends.base import Backend, DeviceBackend
 from ...serving.config import BackendName
 from ..common.processes import MemoryKind
 
-# Torch is imported only by the functions that need it. Imported here, it would raise the peak
-# memory of a process that measures ONNX Runtime.
+# Torch is imported only by the functions that need it. An import here would raise the peak memory
+# of a process that measures ONNX Runtime.
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...model.checkpoint import Checkpoint
     from ...serving.backends.onnxruntime import OnnxRuntimeBackend
 
-# Memory that holds input images and output detections: the computing device's, or the host's.
+# Memory that holds input images and output detections. `device`: memory of the device that
+# computes the model.
 DataPlace = Literal["device", "host"]
 InferBaseline = Literal["torchvision", "onnxruntime"]
 
@@ -62,17 +63,21 @@ class BatchRun:
 class EngineChoice:
     """Engine to measure: a model, its precision, and the backend or baseline that runs it."""
 
-    # A bundle if it is a folder, else a checkpoint.
+    # Path of a bundle (a folder) or of a checkpoint (a file).
     model: Path
     precision: Precision
     # Backend of a bundle.
     backend: BackendName = "auto"
-    # Whether torchvision's model runs, with the checkpoint's weights, instead of this project's.
+    # Whether the checkpoint's weights run in torchvision's model instead of this project's model.
     with_torchvision: bool = False
 
     @property
     def name(self) -> str:
-        """Name of the engine. For a bundle with the backend `auto`, the name is `bundle`."""
+        """Name of the engine, known before the engine is loaded.
+
+        For a bundle, it is the name of the backend, or `bundle` if the backend is `auto`. For a
+        checkpoint, it is `eager` or `torchvision`.
+        """
         if self.model.is_dir():
             return "bundle" if self.backend == "auto" else self.backend
         return "torchvision" if self.with_torchvision else "eager"
@@ -144,8 +149,8 @@ class BundleRunner:
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
         """Return one or two `BatchRun`s of images [B, 3, H, W].
 
-        The last one has input and output in host memory. If the backend supports data in device
-        memory, a `BatchRun` with input and output there comes first.
+        The last `BatchRun` has input and output in host memory. If the backend supports input and
+        output in device memory, a `BatchRun` that uses device memory comes first.
         """
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)

@@ -35,7 +35,7 @@ _COLUMN_MEANINGS = {
     "ms": "median time of a kernel on the GPU",
     "GB/s": 'minimum memory traffic (inputs read once, outputs written once) divided by "ms"',
     "of copying": '"GB/s" as a fraction of {copying} GB/s, the bandwidth (reads plus writes) of '
-    "copying a gibibyte in the same run; exceeds 100% if much of the features is not read",
+    "copying a gibibyte in the same run; above 100% if the kernel leaves much of its input unread",
     "baselines": "other implementations of the kernel's task, with times in ms; those with * run "
     "on the CPU, at least in part",
     "speedup": "time of each baseline divided by that of the kernel",
@@ -59,7 +59,7 @@ COCO RLE strings. The time of pycocotools includes the encoding.
 @click.command()
 @click.option(
     "--kernel", "names", multiple=True, metavar="NAME",
-    help="Measure this kernel only; repeatable.",
+    help="Kernel to measure; repeatable. Default: all kernels.",
 )  # fmt: skip
 @json_option
 @output_option("a page, a plot of the speedups")
@@ -153,7 +153,8 @@ def kernel_row(result: "KernelResult") -> tuple[str, ...]:
 def _format_goal(goal: "KernelGoal") -> str:
     """Format a kernel's goal: maximum time and, if set, minimum speedup over the first baseline.
 
-    An example is `< 0.6 ms, >= 5 times`, for at least 5 times the baseline's speed.
+    For example, `< 0.6 ms, >= 5 times` means less than 0.6 ms and at least 5 times the speed of
+    the first baseline.
     """
     text = f"< {goal.milliseconds:g} ms"
     return text if goal.times_peer is None else f"{text}, >= {goal.times_peer:g} times"
@@ -176,7 +177,7 @@ def _goal_sentence(result: "KernelResult", goal: "KernelGoal") -> str:
 
 
 def _plot_speedups(axes: "Axes", bars: Sequence[tuple[str, str, float]]) -> None:
-    """Plot a bar for each (case, baseline, speedup), with one colour per baseline."""
+    """Plot one bar per (kernel and size, baseline, speedup), with one colour per baseline."""
     names = list(dict.fromkeys(name for _, name, _ in bars))
     for name in names:
         rows = [row for row, bar in enumerate(bars) if bar[1] == name]

@@ -26,10 +26,13 @@ _LAUNCH_LIMIT = "launch overhead: too little work for a GPU"
 _WRITE_LIMIT = "bandwidth of the writes"
 _NMS_LIMIT = "latency of dependent steps: one thread block processes a set of boxes tile by tile"
 _TOP_K_LIMIT = (
-    "latency of dependent steps in the thread block of each part of a row: the passes of a radix "
-    "selection and of a radix sort"
+    "latency of dependent steps in a thread block: the passes of a radix selection and of a radix "
+    "sort"
 )
-_MATCHING_LIMIT = "arithmetic: the IoU of a candidate with every box that overlaps its neighbours"
+_MATCHING_LIMIT = (
+    "arithmetic: the IoU of each candidate with all ground-truth boxes that overlap the bounding "
+    "box of the candidates of its warp"
+)
 
 _NMS_SIZES = (
     # Images, sets of boxes per image (FPN levels), boxes per set, classes, IoU threshold, maximum
@@ -40,8 +43,9 @@ _NMS_SIZES = (
     (1, 1, 12000, 1, 0.7, 2000, None),
 )
 _TOP_K_SIZES = (
-    # Number of scores per image, and k. The first five rows are the anchors of the FPN levels. The
-    # others are class scores, detections, proposals of all levels, and anchors of a C4 model.
+    # Number of scores per image, and number k of selected scores. The first five pairs are for the
+    # anchors of the FPN levels. The others are for class scores, detections, proposals of all
+    # levels, and anchors of a C4 model.
     *((cells * ANCHORS_PER_CELL, 1000) for cells in (67200, 16800, 4200, 1050, 273)),
     (80000, 2000),
     (2000, 100),
@@ -51,9 +55,9 @@ _TOP_K_SIZES = (
 
 
 def nms_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `nms_keep`: NMS of an FPN's proposals, of detections, and of C4 proposals.
+    """Yield benchmark cases of `nms_keep`: FPN proposals, detections, and C4 proposals.
 
-    An FPN's proposals are suppressed per level, and detections per class.
+    NMS is separate for each level of FPN proposals, and for each class of detections.
     """
     for max_images, levels, full, classes, threshold, max_keep, goal in _NMS_SIZES:
         images, count = min(max_images, workload.batch), workload.count(full)
@@ -85,7 +89,7 @@ def _torchvision_nms(
 
 
 def top_k_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `stable_top_k`: selection of the highest scores before and after NMS."""
+    """Yield benchmark cases of `stable_top_k`: selection of scores before and after NMS."""
     for full, k in _TOP_K_SIZES:
         length = workload.count(full)
         k = min(workload.count(k), length)
@@ -102,7 +106,7 @@ def top_k_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def iou_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `box_iou`: IoU of ground-truth boxes with all anchors."""
+    """Yield the benchmark case of `box_iou`: IoU of ground-truth boxes with all anchors."""
     truth, anchors = _truth(workload), _anchors(workload)
     yield kernel_case(
         "box_iou",
@@ -115,7 +119,7 @@ def iou_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def matching_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `match_boxes`: matching of all anchors to ground-truth boxes."""
+    """Yield the benchmark case of `match_boxes`: matching of all anchors to ground-truth boxes."""
     truth, anchors = _truth(workload), _anchors(workload)
     labels = torch.ones(truth.shape[:2], dtype=torch.int64, device=workload.device)
     matcher = Matcher(0.7, 0.3, allow_low_quality_matches=True)
@@ -132,7 +136,7 @@ def matching_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def decoding_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `decode_boxes`: decoding the deltas of the selected anchors of all levels."""
+    """Yield the benchmark case of `decode_boxes`: deltas of selected anchors of all FPN levels."""
     anchors, selected = _anchors(workload), workload.count(4819)
     deltas = workload.randn(workload.batch, anchors.shape[1], 1, 4)
     indices = workload.randint(anchors.shape[1], workload.batch, selected)
@@ -158,7 +162,7 @@ def decoding_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def encoding_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `encode_boxes`: deltas from sampled RoIs to their ground-truth boxes."""
+    """Yield the benchmark case of `encode_boxes`: deltas from RoIs to ground-truth boxes."""
     rois = workload.boxes(workload.batch, workload.count(512))
     truth, coder = rois + 3, BoxCoder((10.0, 10.0, 5.0, 5.0))
     yield kernel_case(
@@ -174,7 +178,7 @@ def encoding_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def anchor_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `grid_anchors`: generation of all anchors of an FPN."""
+    """Yield the benchmark case of `grid_anchors`: generation of all anchors of an FPN."""
     cells = _cell_anchors(workload)
     steps, grids = _maps(workload)
     generator = AnchorGenerator(((1,),) * len(STRIDES), ((1.0,),) * len(STRIDES))

@@ -1,4 +1,4 @@
-"""Benchmark cases of resizing, RoIAlign and its gradient, and a table of all kernels' cases."""
+"""Benchmark cases of resizing, RoIAlign and its gradient, and a list of all kernels."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -35,9 +35,10 @@ _POOLING_LIMIT = (
     "read several times"
 )
 _GRADIENT_LIMIT = (
-    "reads from the L2 cache: RoIs overlap, and neighbouring feature cells share pooled cells"
+    "reads from the L2 cache: neighbouring feature cells read the gradient of the same pooled "
+    "cell, and RoIs overlap"
 )
-_RESIZE_LIMIT = "loads of single bytes: all source pixels of an output pixel, at least 2x2"
+_RESIZE_LIMIT = "loads of single bytes: an output pixel needs at least 2x2 source pixels"
 
 
 class _PoolingInputs(NamedTuple):
@@ -56,7 +57,7 @@ class _PoolingInputs(NamedTuple):
 
 
 def pooling_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `pyramid_roi_align`: pooling for the box head and the mask head."""
+    """Yield benchmark cases of `pyramid_roi_align`: pooling for the box head and the mask head."""
     for size, features, rois, attributes, torchvision, goal in _pooling_inputs(workload):
         run = partial(pyramid_roi_align, features, rois, *attributes)
         baselines = []
@@ -70,7 +71,7 @@ def pooling_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def gradient_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `pyramid_roi_align_backward` with the input sizes of `pooling_cases`."""
+    """Yield benchmark cases of `pyramid_roi_align_backward`, with the sizes of `pooling_cases`."""
     for size, features, rois, attributes, torchvision, _ in _pooling_inputs(workload):
         grad = torch.ones_like(pyramid_roi_align(features, rois, *attributes))
         run = partial(pyramid_roi_align_backward, grad, features, rois, *attributes)
@@ -87,7 +88,7 @@ def gradient_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def resizing_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield cases of `resize_pad`: small images enlarged, and large images reduced, to one size."""
+    """Yield benchmark cases of `resize_pad`: enlarging small images and reducing large images."""
     batch, height, width = workload.batch, workload.height, workload.width
     for scale in (0.6, 4.0):
         sides = round(scale * height), round(scale * height * 4 / 3)
@@ -123,7 +124,10 @@ KERNEL_CASES: dict[str, Callable[[Workload], Iterator[KernelCase]]] = {
 
 
 def working_cases(workload: Workload, kernels: Iterable[str]) -> Iterator[KernelCase]:
-    """Yield the benchmark cases of `kernels`. Create a case's tensors just before yielding it."""
+    """Yield the benchmark cases of `kernels`.
+
+    The tensors of a case are created just before the case is yielded.
+    """
     for kernel in kernels:
         yield from KERNEL_CASES[kernel](workload)
 

@@ -28,14 +28,17 @@ _CROP = 112
 _CORNERS = 40
 # Maximum number of run lengths of a mask.
 _MAX_RUNS = 4096
-_PIXEL_LIMIT = "latency of dependent loads in the one thread block of a RoI"
+_PIXEL_LIMIT = "latency of dependent loads: one thread block computes the whole target of a RoI"
 _POLYGON_LIMIT = "arithmetic in double precision, one edge per thread"
-_COMPRESSION_LIMIT = "sums over the encoded characters of a mask, in its one thread block"
-_PASTE_LIMIT = "pixels of the largest boxes, each in the one thread block of its instance"
+_COMPRESSION_LIMIT = "prefix sums of numbers of characters, in one thread block per mask"
+_PASTE_LIMIT = "pixels of the largest boxes: one thread block processes all pixels of an instance"
 
 
 def crop_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `mask_targets_from_crops`: targets of RoIs, from masks cropped to boxes."""
+    """Yield the benchmark case of `mask_targets_from_crops`.
+
+    The kernel resamples ground-truth masks of 112x112 pixels to mask targets of RoIs.
+    """
     batch, instances, rois = workload.batch, workload.count(20), workload.count(128)
     masks = (workload.rand(batch, instances, _CROP, _CROP) < 0.5).to(torch.uint8)
     boxes = workload.rand(batch, rois, 2, 2).sort(dim=2).values.flatten(2) * _CROP
@@ -55,7 +58,7 @@ def crop_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def polygon_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `mask_targets_from_polygons`: targets of RoIs, one polygon per instance."""
+    """Yield the benchmark case of `mask_targets_from_polygons`, with one polygon per instance."""
     count, rois, owners = _instances_and_rois(workload)
     angles = torch.arange(_CORNERS, device=workload.device) * math.tau / _CORNERS
     unit = workload.height / 8
@@ -76,7 +79,7 @@ def polygon_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def paste_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `paste_rle`: 100 masks per image, each a disc with a soft border."""
+    """Yield the benchmark case of `paste_rle`: 100 masks per image, each a soft-edged disc."""
     count, size = workload.count(100 * workload.batch), (workload.height, workload.image_width)
     axis = torch.arange(SIDE, device=workload.device) - (SIDE - 1) / 2
     radius = torch.hypot(axis[:, None], axis)
@@ -111,9 +114,10 @@ def paste_cases(workload: Workload) -> Iterator[KernelCase]:
 
 
 def compression_cases(workload: Workload) -> Iterator[KernelCase]:
-    """Yield a case of `compress_runs`: compressed COCO RLE of 100 masks per image.
+    """Yield the benchmark case of `compress_runs`: encoding of run lengths as compressed COCO RLE.
 
-    Each mask is half as wide as the image, and has two runs per column.
+    The input is the run lengths of 100 masks per image. A mask has half as many columns as the
+    image. Each column has one run of zeros and one run of ones.
     """
     count, columns = workload.count(100 * workload.batch), workload.image_width // 2
     zeros, ones = workload.randint(40, 2, count, columns).int() + workload.height // 2 - 20

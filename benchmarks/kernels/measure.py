@@ -15,8 +15,8 @@ class KernelBaseline:
 
     name: str
     run: Callable[[], object]
-    # Whether the baseline runs on the CPU, at least in part, so that it is timed on the host's
-    # clock.
+    # Whether the baseline runs on the CPU, at least in part. If so, its time is measured on the
+    # host's clock.
     on_host: bool = False
 
 
@@ -32,7 +32,7 @@ class KernelGoal:
 
 @dataclass(frozen=True)
 class KernelCase:
-    """Kernel to measure, with inputs of one size."""
+    """Benchmark case: a kernel to measure, with inputs of one size."""
 
     kernel: str
     # Description of the input size.
@@ -157,7 +157,7 @@ def kernel_case(
 ) -> KernelCase:
     """Return a benchmark case of a kernel.
 
-    The kernel is run once to get the size of its outputs, which counts as memory traffic.
+    The kernel is run once to get the size of its outputs, because outputs count as memory traffic.
 
     Args:
         kernel: name of the kernel.
@@ -177,11 +177,11 @@ def kernel_case(
 def measure_kernels(
     cases: Iterable[KernelCase], on_case: Callable[[KernelCase], object]
 ) -> list[KernelResult]:
-    """Measure cases one after the other on the current GPU, and return one result per case.
+    """Measure benchmark cases on the current GPU, and return one result per case.
 
     Args:
-        cases: Cases to measure. They are consumed one at a time, so that a generator can create
-            the tensors of each case when the case is measured.
+        cases: Benchmark cases. A generator can create the tensors of each case lazily, because a
+            case is taken from it only when the previous one has been measured.
         on_case: Function that is called before each case.
     """
     timer = GpuTimer()

@@ -55,7 +55,7 @@ class QuickstartError(Exception):
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, file_okay=False),
     default=Path("runs/quickstart"), show_default=True,
-    help="Output folder. An earlier quickstart there is replaced.",
+    help="Output folder. It is emptied first if an earlier quickstart created it.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option(
@@ -66,7 +66,9 @@ class QuickstartError(Exception):
     help="Number of training images.",
 )
 @click.option(
-    "--iterations", type=click.IntRange(1), help="Training steps. Default: those of the preset."
+    "--iterations",
+    type=click.IntRange(1),
+    help="Number of training steps. Default: that of the preset `quick`.",
 )
 def quickstart(output: Path, seed: int, images: int, iterations: int | None) -> None:
     """Generate a data set, and train, export, serve and measure a small model on it.

@@ -50,7 +50,7 @@ class PlannedStep(NamedTuple):
 
 
 class _TimeLeft(ProgressColumn):
-    """Progress column with the expected time until a step ends. `Task.total` is in seconds."""
+    """Progress column: expected time until a step ends. `Task.total` is its duration in seconds."""
 
     def render(self, task: Task) -> Text:
         """Return the expected remaining time of a task as text."""
@@ -197,13 +197,13 @@ def _enlarged(detections: Detections) -> Detections:
 
 
 def next_commands(bundle: Path) -> dict[str, str]:
-    """Return the commands to suggest after a quickstart, with their purposes as keys."""
+    """Return the commands to suggest after a quickstart, as a mapping from purpose to command."""
     program = shlex.quote(_program())
     return {
         "To train on your own images (COCO, Roboflow, CVAT, LabelMe or YOLO)": (
             f"{program} train finetune DATA"
         ),
-        "To serve this model with a page, and open http://localhost:8080 in a browser": (
+        "To serve this model with a web page, which a browser opens at http://localhost:8080": (
             f"{program} serve {shell_path(bundle)} --http-port 8080"
         ),
         "To detect COCO's classes in a photograph with a published model": (

@@ -31,7 +31,7 @@ _CONCURRENCIES = (1, 4, 16)
 
 
 class _ServeBenchmark(click.Command):
-    """Command that rejects a server's option before `--` with a hint to move it behind `--`."""
+    """Command whose error for a server option before `--` says to write it after `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -52,19 +52,19 @@ class _ServeBenchmark(click.Command):
 @click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]...")
 @click.option(
     "--concurrency", "concurrencies", multiple=True, type=click.IntRange(min=1),
-    help="Requests in flight; each client sends its next image when the previous one is answered. "
+    help="Number of clients. Each sends its next image when its previous one is answered. "
     f"Repeatable. Default: {', '.join(map(str, _CONCURRENCIES))}; none if only --streamed, --http "
     "or --rate is given.",
 )  # fmt: skip
 @click.option(
     "--streamed", multiple=True, type=click.IntRange(min=1),
-    help="Requests in flight over one stream per client process, instead of unary calls. "
+    help="Number of clients that share one stream per client process, instead of unary calls. "
     "Repeatable.",
 )  # fmt: skip
 @click.option(
     "--http", multiple=True, type=click.IntRange(min=1),
-    help="Requests in flight over HTTP, each with a connection of its own. The same number over "
-    "gRPC is measured just before. Repeatable. Needs a bundle as SERVER.",
+    help="Number of clients over HTTP, each with its own connection. The same number of clients "
+    "over gRPC is measured just before. Repeatable. Needs a model as SERVER.",
 )  # fmt: skip
 @click.option(
     "--rate", "rates", multiple=True, type=POSITIVE,
@@ -72,7 +72,7 @@ class _ServeBenchmark(click.Command):
 )  # fmt: skip
 @click.option(
     "--load", "loads", multiple=True, type=POSITIVE,
-    help="A rate as a fraction of the highest throughput at --concurrency. Repeatable.",
+    help="Rate as a fraction of the highest throughput at --concurrency. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--arrivals", type=click.Choice(get_args(Arrivals)), default="poisson",
@@ -86,20 +86,20 @@ class _ServeBenchmark(click.Command):
 @seconds_option
 @click.option(
     "--warmup", "warmup_seconds", type=FiniteRange(min=0, max=DAY_S), default=1.0,
-    help="Seconds of load before each measurement that are not counted.",
+    help="Seconds before each measurement in which requests are sent but not counted.",
 )  # fmt: skip
 @click.option(
     "--timeout", "timeout_s", type=SECONDS, default=30.0, help="Deadline of a request in seconds."
 )
 @click.option(
     "--processes", type=click.IntRange(min=1), default=1,
-    help="Client processes, each with a connection of its own.",
+    help="Number of client processes, each with its own connection.",
 )  # fmt: skip
 @click.option("--seed", type=int, default=0, help="Seed of the random arrival times.")
 @click.option("--engine-rate", is_flag=True, help="First measure the bundle without a server.")
 @click.option(
     "--peer", type=click.Choice(["unbatched"]),
-    help="Baseline: also measure a server with batches of one, at --concurrency.",
+    help="Baseline: also measure a server with --max-batch 1, under the closed loops over gRPC.",
 )  # fmt: skip
 @json_option
 @output_option("a page, plots")
@@ -175,8 +175,8 @@ def serve(
         max_delay_ms = config.max_delay_ms
     elif options or engine_rate or peer or settings.http:
         raise click.UsageError(
-            "OPTIONS, --engine-rate, --http and --peer apply only to a bundle; "
-            f"{server} is not a bundle"
+            "OPTIONS, --engine-rate, --http and --peer need a model as SERVER; "
+            f"{server} is not a bundle, a checkpoint or a name of `maskrcnn weights list`"
         )
     else:
         try:
@@ -191,8 +191,8 @@ def serve(
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return option values, with a default for --concurrency if it is needed but not given.
 
-    If no option sets a load, --concurrency is needed. --load also needs --concurrency, because
-    --load gives rates as fractions of the throughput at --concurrency.
+    --concurrency is needed if --rate, --streamed and --http are not given. It is also needed if
+    --load is given, because --load is a fraction of the throughput at --concurrency.
     """
     others = values["rates"] or values["streamed"] or values["http"]
     if not values["concurrencies"] and (values["loads"] or not others):

@@ -22,7 +22,8 @@ _SERVICE = "/maskrcnn.v1.Detector"
 # Fields of a response's timing, in the order of `RequestLog.timing`.
 _TIMING = ("decode_us", "queue_us", "infer_us", "encode_us", "batch_size")
 _STATUS_NAMES = {status.value[0]: status.name for status in grpc.StatusCode}
-# Pause of a closed-loop client after a failed request, as in the package's own client.
+# Pause in seconds of a closed-loop client after a failed request. The package's own client pauses
+# as long.
 _PAUSE_S = 0.1
 
 
@@ -82,7 +83,7 @@ class ClientLoad:
     index: int
     # Number of client processes.
     count: int
-    # Serialized DetectRequests, or image files if `load` is an HttpLoop; sent in rotation.
+    # Messages to send in rotation: serialized DetectRequests or, for an HttpLoop, encoded images.
     requests: Sequence[bytes]
     window: LoadWindow
     # Deadline of a request in seconds.

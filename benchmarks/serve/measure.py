@@ -200,14 +200,14 @@ def measure_server(
 
 class _ServerTarget(NamedTuple):
     address: str
-    # Serialized DetectRequests, or image files for HTTP; sent in rotation.
+    # Messages to send in rotation: serialized DetectRequests or, for HTTP, encoded images.
     requests: Sequence[bytes]
     max_batch: int
     pid: int | None
 
 
 def _target_at(address: str, settings: ServeSettings, pid: int | None) -> _ServerTarget:
-    """Check that a server can process the first image, by sending this image to it.
+    """Send the first image to a server, as a check that the server can process it.
 
     Return the server's address, maximum batch size and process ID, and one serialised request per
     image.
@@ -258,6 +258,6 @@ def _client_processes(count: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _await_all(barrier: Barrier) -> None:
-    # A function of this module: to unpickle it, each process imports this module, which takes
-    # seconds, before the measurement instead of in it.
+    # To unpickle this function, each process imports this module, which takes seconds. This import
+    # is therefore complete before the first measurement.
     barrier.wait(_START_LIMIT_S)

@@ -1,4 +1,4 @@
-"""Goals, notes and plots of the serving benchmark, and its tables, as a `Record`."""
+"""Tables, plots, goals and notes of the serving benchmark, as a `Record`."""
 
 import math
 from collections.abc import Sequence
@@ -22,17 +22,18 @@ _HTTP_GOAL = 0.8
 
 _LOAD_NOTE = """\
 Images are {images}. Loads named "clients" are closed loops: each client sends its next image when
-the previous one is answered. Clients send unary calls or, if "streamed", share one stream per
-client process. All other loads are open loops, in which images are sent at a given average rate: at
-random times if the load is named "poisson", otherwise at equal intervals. A percentage in the name
-of a load is its rate relative to the highest throughput of unary clients.
+the previous one is answered. In "streamed" loads, all clients of a process share one gRPC stream.
+In loads "over HTTP", each client has its own connection. In all other loads of clients, the calls
+are unary gRPC calls. Loads without "clients" are open loops: images are sent at a given average
+rate, at random times if the load is named "poisson", otherwise at equal intervals. A percentage in
+the name of a load is its rate relative to the highest throughput of clients with unary calls.
 """
 _SPEED_NOTE = "The table of speed has these columns:"
 _SPEED_MEANINGS = {
     "images/s": "images whose detections arrived within the measurement, per second",
     "p50 to p99, max": "latency of requests that were answered with detections; in open loops, it "
     "counts from the time at which an image was due to be sent",
-    "refused": "number of all other requests",
+    "refused": "number of requests that ended without detections",
 }
 _TIMES_NOTE = """\
 The table of times by stage has means over the answered requests. The server reports the times of
@@ -53,8 +54,8 @@ _USE_MEANINGS = {
     "cores": "CPU time of the server and its child processes divided by the wall-clock time",
     "server, front ends, workers, clients": "CPU milliseconds per image of the server process, of "
     "its front-end processes, of its worker processes and of all client processes",
-    "MiB": "resident memory of the server and its child processes in the first and in the last "
-    "fifth of the measurement",
+    "MiB": "median resident memory of the server and its child processes, in the first and in the "
+    "last fifth of the measurement",
     "client cores": "CPU time of the busiest client process divided by the wall-clock time",
     "client lag": "99th percentile of the delay, in ms, with which clients sent their requests",
 }
@@ -151,7 +152,7 @@ def serve_goals(
 def _http_goals(own: Sequence[ServeResult]) -> list[str]:
     """Return sentences that compare the throughput of HTTP with that of unary gRPC calls.
 
-    There is one sentence per number of clients that was measured with both.
+    There is one sentence per number of clients that was measured both over HTTP and over gRPC.
     """
     unary = closed_loops(own, streamed=False)
     rates = {r.load.clients: r.images_per_second for r in unary if isinstance(r.load, ClosedLoop)}
@@ -213,8 +214,8 @@ def _latency_goal(
 def serve_plots(results: Sequence[ServeResult], bulk: BulkResult | None) -> PlotGrid:
     """Return the plots of throughput, latency, and time of a request by stage.
 
-    `bulk` is a result of prediction without a server. Unless it is None, its throughput of the
-    model step alone is drawn as a line.
+    `bulk` is the result of bulk prediction without a server. If it is not None, a line shows the
+    throughput of the model step alone.
     """
     own = own_results(results)
     closed, streamed = (closed_loops(own, streamed=streamed) for streamed in (False, True))

@@ -46,11 +46,11 @@ class Refusals:
 class ClientUse:
     """CPU use of the client processes, and delay with which they sent their requests."""
 
-    # CPU time per wall-clock time of the busiest process.
+    # CPU time of the busiest process divided by the wall-clock time.
     cores: float
     # 99th percentile of the delay between due time and sending, in milliseconds.
     lag: float
-    # CPU time per wall-clock time of all processes together.
+    # CPU time of all processes together divided by the wall-clock time.
     total_cores: float
 
 
@@ -61,23 +61,24 @@ class ServeResult:
     # Maximum batch size of the server.
     max_batch: int
     load: Load
-    # Images that were due within the window, per second.
+    # Images that were due within the measurement, per second.
     offered_per_second: float
-    # Images whose detections arrived within the window, per second.
+    # Images whose detections arrived within the measurement, per second.
     images_per_second: float
     # Mean number of batches that the backend computed at the same time.
     batches_at_once: float
-    # Requests due within the window and answered with detections, even after its end.
+    # Number of requests that were due within the measurement and were answered with detections,
+    # some of them after the end of the measurement.
     requests: int
     # Latency of the answered requests, from the time at which each was due.
     latency: Latency
-    # Size of the batch that contained a request, as a mean over the answered requests.
+    # Mean size of the batch that contained a request, over all answered requests.
     mean_batch_size: float
     times: RequestTimes
-    # Requests due within the window that ended without detections, by status.
+    # Requests that were due within the measurement and ended without detections, by status.
     refusals: list[Refusals]
     client: ClientUse
-    # Resource use of the server. None: the benchmark did not start it.
+    # Resource use of the server. None: unknown, because the benchmark did not start the server.
     server: ProcessUsage | None
 
     @property
@@ -189,7 +190,7 @@ def fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeR
 
 
 def closed_loops(results: Sequence[ServeResult], *, streamed: bool) -> list[ServeResult]:
-    """Return the results of closed loops over gRPC: with streams if `streamed`, else unary."""
+    """Return the results of closed gRPC loops: over streams if `streamed`, else of unary calls."""
     loads = ((r, r.load) for r in results)
     # `isinstance` would include HttpLoop, which derives from ClosedLoop.
     return [r for r, load in loads if type(load) is ClosedLoop and load.streamed == streamed]

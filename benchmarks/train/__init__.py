@@ -22,14 +22,19 @@ from .record import train_record
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(TrainPrecision)),
-    help="Repeatable. Default: all that the device supports.",
+    help="Precision to train in; repeatable. Default: on a GPU all, on a CPU fp32 and bf16.",
 )  # fmt: skip
 @click.option(
     "--peer", "peers", multiple=True, type=click.Choice(get_args(TrainPeer)),
-    help="Baseline: also train torchvision's model, or the same model without compilation. "
+    help="Baseline: also train torchvision's model, or this project's without compilation. "
     "Repeatable.",
 )  # fmt: skip
-@click.option("--seeds", type=click.IntRange(min=1), default=1, help="Runs with consecutive seeds.")
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Number of consecutive seeds, each for one run.",
+)
 @click.option("--evaluate", is_flag=True, help="Measure the average precision after each run.")
 @click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs; short for device=0,1,...")
 @click.option("--use-synthetic-data", is_flag=True, help="Train on synthetic images.")

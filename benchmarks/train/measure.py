@@ -55,13 +55,13 @@ class TrainSettings:
 
 
 class GpuSteps(NamedTuple):
-    """Host launch time, and number and time of the kernels of a training step on a GPU."""
+    """Kernels of a training step on a GPU: number, GPU time, and launch time on the host."""
 
     # Median time that the process needs to launch a step on an idle GPU.
     host_ms: float
     # Kernels, copies and fills of a step.
     kernels: int
-    # Time in which NCCL's kernels run, waiting for other ranks included.
+    # Time in which NCCL kernels run. It includes their wait for other ranks.
     communication_ms: float
     # Part of `communication_ms` in which the GPU does nothing else.
     exposed_ms: float
@@ -87,13 +87,13 @@ class TrainResult:
     images_per_second: float
     # Latency of a step, including the wait for data.
     latency: Latency
-    # Fraction of the time of the steps in which the process waited for the next batch.
+    # Time of waiting for the next batch, as a fraction of the total time of the timed steps.
     data_share: float
     # Seconds of the first step, with compilation.
     first_step_seconds: float
     # Launch time, kernels and communication of a step. None on a CPU.
     gpu: GpuSteps | None
-    # On a GPU the peak reserved by torch, on the CPU the peak resident memory.
+    # On a GPU: peak GPU memory reserved by torch. On a CPU: peak resident memory of the process.
     peak_memory_mib: float
     # [iterations, 5] in the order of `model.losses.LOSS_NAMES`, warm-up included.
     losses: Sequence[Sequence[float]]
@@ -146,7 +146,7 @@ def measure_training(
     if "torchvision" in settings.peers and processes > 1:
         raise ConfigError(
             f"torchvision's model can be trained by one process only, but this run has {processes} "
-            "processes; leave out --peer"
+            "processes; leave out --peer torchvision"
         )
     seeds = range(config.seed, config.seed + settings.seeds)
     engines: tuple[TrainEngine, ...] = ("this", *settings.peers)
@@ -162,11 +162,11 @@ def measure_training(
 def measure_train_rooflines(
     config: "TrainConfig", precisions: Sequence[TrainPrecision]
 ) -> list[MatmulRoofline]:
-    """Return the upper bound of the training speed of one GPU, once per precision.
+    """For each precision, return the upper bound of one GPU's training speed.
 
-    It assumes that a step computes three times the convolutions and matrix products of a detection:
-    once for the outputs, and twice for the gradients of inputs and weights. The images have the
-    largest size in the configuration. Without a GPU, return [].
+    The bounds assume that a step has three times the convolutions and matrix products of inference:
+    one third for the outputs, and two thirds for the gradients of inputs and weights. The images
+    have the largest input size in the configuration. Without a GPU, return [].
 
     Raises:
         ProcessError: the measuring process died.
@@ -206,7 +206,7 @@ def _run_config(
     longest = max(iterations, config.solver.max_iterations)
     solver = config.solver.model_copy(update={"max_iterations": longest})
     model = config.model
-    if engine == "torchvision":  # its targets are masks of whole images, not crops
+    if engine == "torchvision":  # torchvision needs masks of whole images, not crops
         roi = model.roi.model_copy(update={"mask_crop_size": None})
         model = model.model_copy(update={"roi": roi})
     changes = {"precision": precision, "seed": seed, "solver": solver, "model": model}
@@ -242,10 +242,11 @@ def measure_rank(
 
     try:
         return _measure_steps(config, engine, settings)
-    except (GpuMemoryError, torch.OutOfMemoryError):  # of `Trainer`, of torchvision's trainer
+    except (GpuMemoryError, torch.OutOfMemoryError):
+        # `Trainer` raises the first of these errors, `TorchvisionTrainer` the second.
         raise ConfigError(
-            f"{engine} in {config.precision} ran out of GPU memory at solver.images_per_batch="
-            f"{config.solver.images_per_batch}; lower it"
+            f"model {engine!r} in {config.precision} ran out of GPU memory at "
+            f"solver.images_per_batch={config.solver.images_per_batch}; lower this setting"
         ) from None
 
 
@@ -288,7 +289,7 @@ def _measure_steps(
         first, *_ = all_seconds = timer.seconds()
         seconds = all_seconds[settings.warmup :]
         images = config.solver.images_per_batch
-        # Before the evaluation, which needs memory too.
+        # Read the peak now, because the evaluation could raise it.
         peak_mib = peak_memory_mib("torch" if own.device.type == "cuda" else "cpu")
         metrics = {}
         if settings.with_average_precision:

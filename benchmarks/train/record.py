@@ -31,12 +31,12 @@ backward pass, and the optimiser. The first {warmup} of {iterations} steps are n
 of runs has these columns:
 """
 _COLUMN_MEANINGS = {
-    "images/s": "throughput; with several processes, the sum over all of them (other columns: of "
-    "rank 0)",
+    "images/s": "throughput of all processes together; the other columns are measured in the "
+    "process of rank 0",
     "ratio": "throughput divided by that of torchvision's model",
     "of roofline": "throughput as a fraction of an upper bound, which a paragraph below defines",
     "p50, p90, p99": "latency of a step, in ms",
-    "data": "fraction of the time in which the process waited for the next batch",
+    "data": "waiting time for the next batch, as a fraction of the total time of the timed steps",
     "host": "time in ms that the process needs to launch a step on an idle GPU",
     "kernels": "number of kernels, copies and fills of a step",
     "NCCL": "time in ms in which NCCL kernels run during a step",
@@ -46,15 +46,15 @@ _COLUMN_MEANINGS = {
     "loss": "mean of the total loss over the last tenth of the steps",
 }
 _ROOFLINE_NOTE = """\
-The upper bound assumes that a GPU computes only convolutions and matrix products: those of a
-detection once for the outputs and twice for the gradients, {flops:.3g} TFLOP per image, with a
-multiply-add as two operations. The assumed rate is that of an 8192x8192x8192 matrix product in the
-same precision: {rates}.
+The upper bound assumes that a GPU computes only convolutions and matrix products. A training step
+is assumed to have three times the operations of inference: one third for the outputs, two thirds
+for the gradients. This makes {flops:.3g} TFLOP per image; a multiply-add counts as two operations.
+The assumed rate is that of an 8192x8192x8192 matrix product in the same precision: {rates}.
 """
 _KINDS_NOTE = """\
 The GPU time by kind of kernel comes from a profile of one step. "element-wise" includes reductions.
-"convolutions" are kernels that are named so; others are computed as matrix products. "NCCL" is the
-communication that no other kernel hides. "idle" is the time between kernels.
+"convolutions" are kernels with such names; other convolutions run as kernels of matrix products.
+"NCCL" is the time in which only communication kernels run. "idle" is the time between kernels.
 """
 _TORCHVISION_NOTE = """\
 Torchvision's model is trained with the same initial weights, optimiser and images as this project's

@@ -20,7 +20,7 @@ class BuildLog:
         an error.
         """
         self.path = path
-        # Errors since the start of the last `section` block, each on one line.
+        # Errors since the start of the latest `section` block, each on one line.
         self.errors: list[str] = []
         # TensorRT's message that lists the finished engine's layers. Empty until it is logged.
         self.listing = ""
@@ -78,8 +78,8 @@ class BuildProgress:
         self._bars: dict[str, TaskID] = {}
         self._depths: dict[str | None, int] = {None: -1}
         self._is_cancelled = False
-        # Last exception that a method below raised while TensorRT called it. It stops the build,
-        # whereas TensorRT would only print it.
+        # Latest exception that a method below raised when TensorRT called it. `progress_monitor`
+        # stores it and stops the build, because TensorRT would only print it.
         self.error: Exception | None = None
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:

@@ -30,7 +30,7 @@ from .options import EngineOptions
 
 _log = logging.getLogger(__name__)
 
-# Oldest compute capability with fp8 arithmetic.
+# Lowest compute capability with fp8 arithmetic.
 _FP8_CAPABILITY = 8.9
 # TensorRT reports out-of-memory in several wordings.
 _OUT_OF_MEMORY = re.compile(
@@ -149,7 +149,7 @@ class EngineBuilder(ABC):
 
     @abstractmethod
     def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
-        """Return the layers of the engine `plan`, built from `model`. Both are serialized."""
+        """Return the layers of a serialized engine, which was built from the ONNX file `model`."""
 
     def _requirements(self, has_plugins: bool) -> dict[str, Any]:
         """Return manifest fields that only this kind of engine has. The base class returns {}."""
@@ -213,7 +213,7 @@ class EngineBuilder(ABC):
         return builder.build_serialized_network(network, config)
 
     def _parser_error(self, parser: Any, name: str) -> str:
-        """Return a message that the engine file `name` cannot be built, because parsing failed.
+        """Return the error message for an engine file `name` whose ONNX file cannot be parsed.
 
         The message contains the parser's first error, the ONNX node that caused it, and a remedy.
         """
@@ -224,7 +224,7 @@ class EngineBuilder(ABC):
         remedy = f"the build log is {self._log.path}"
         if error.node_operator() == "RoiAlign" and not torch.cuda.is_available():
             remedy = (
-                "parsing the operator RoiAlign requires an NVIDIA GPU; export on such a machine"
+                "parsing the operator RoiAlign requires an NVIDIA GPU; export on a machine with one"
             )
         reason = " ".join(error.desc().split())
         return f"{self.product} cannot build {name} because of node {node}: {reason}; {remedy}"
@@ -234,7 +234,7 @@ class EngineBuilder(ABC):
         return []
 
     def _builder_error(self, name: str) -> str:
-        """Return a message that the engine file `name` cannot be built, because TensorRT failed.
+        """Return the error message for an engine file `name` that TensorRT failed to build.
 
         The message contains a remedy and one error: the first out-of-memory error if there is one,
         else the first error that a plugin raised, else the first that TensorRT logged.
@@ -250,7 +250,7 @@ class EngineBuilder(ABC):
 
 
 def _cuda_version(trt: Any) -> str:
-    """Return the major CUDA version that the name of TensorRT's package holds, or `unknown`."""
+    """Return the CUDA version in the name of TensorRT's package, as `13`, or `unknown`."""
     bindings = trt.Builder.__module__.partition(".")[0]
     names = metadata.packages_distributions().get(bindings, ())
     match = re.search(r"_cu(\d+)", " ".join(names).replace("-", "_"))

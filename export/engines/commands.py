@@ -41,12 +41,13 @@ def engine() -> None:
 @click.argument("plan", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(plan: Path, as_json: bool) -> None:
-    """Show how PLAN was built, and its tensors and layers with their types.
+    """Show the tensors and layers of PLAN, with their types.
 
-    Inspect only plans that you trust, because loading a plan can run code. If PLAN is in a bundle,
-    its hash must match the manifest. Listing tensors and layers requires a GPU that can load the
-    plan. Without one, the command fails, unless --json is set and PLAN is in a bundle. In this
-    case, the JSON has no tensors and layers, and gives the reason as `note`.
+    If PLAN is in a bundle, also show how it was built; its hash must match the manifest. Inspect
+    only plans that you trust, because loading a plan can run code. Listing tensors and layers
+    requires a GPU that can load the plan. Without such a GPU, the command fails, with one
+    exception: if PLAN is in a bundle, --json prints JSON without tensors and layers, and with the
+    reason as `note`.
     """
     from .inspection import inspected_layers, inspected_tensors, load_engine
 
@@ -73,7 +74,7 @@ def inspect(plan: Path, as_json: bool) -> None:
 @click.argument("plan", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True)
 @click.option(
-    "--runs", type=click.IntRange(1), default=50, show_default=True, help="Measured batches."
+    "--runs", type=click.IntRange(1), default=50, show_default=True, help="Batches to measure."
 )
 def profile(plan: Path, batch: int, runs: int) -> None:
     """Show the GPU time of each layer of PLAN, the slowest first.
@@ -98,7 +99,7 @@ def profile(plan: Path, batch: int, runs: int) -> None:
 def refit(bundle: Path) -> None:
     """Insert the weights of BUNDLE's ONNX files into engines built with --strip-weights.
 
-    This needs the same type of GPU and the same version of TensorRT as the build.
+    Run this command with the GPU type and TensorRT version with which the engines were built.
     """
     from .refit import refit_bundle
 

@@ -35,7 +35,8 @@ def load_engine(plan: Path, kind: EngineKind) -> tuple[Any, Any]:
             reason = f"it finds no GPU that it can use ({reason})"
         raise EngineError(
             f"{kind} {trt.__version__} cannot load {plan} on this machine: {reason}; "
-            "inspect it on the machine that runs it, or rebuild it with `maskrcnn export --engine`"
+            "inspect the engine on the machine that runs it, or rebuild it with `maskrcnn export "
+            "--engine`"
         )
     return trt, engine
 
@@ -84,7 +85,8 @@ def context_of(trt: Any, engine: Any, *strategy: Any) -> Any:
         strategy: an `ExecutionContextAllocationStrategy`, or nothing for TensorRT's default.
 
     Raises:
-        EngineError: TensorRT cannot create it, for example because the engine has no weights.
+        EngineError: TensorRT cannot create the context, for example because the engine has no
+            weights.
     """
     with errors_of(trt) as errors:
         context = engine.create_execution_context(*strategy)

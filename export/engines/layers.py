@@ -64,7 +64,7 @@ _ARITHMETIC = frozenset({"fp32", "fp16", "bf16", "fp8", "fp4", "int8"})
 _DTYPE = re.compile("BFLOAT16|BF16|HALF|FP16|FLOAT|FP32|FP8|FP4|U?INT8|INT(?:4|32|64)|BOOL")
 # In an fp8 engine, convolutions with fewer input channels than this may have inputs of any type.
 _MIN_FP8_CHANNELS = 16
-# This project's name of a type, by TensorRT's other names for it.
+# This project's name of each type that TensorRT names differently, by TensorRT's name.
 _SPELLINGS = {"bfloat16": "bf16", "half": "fp16", "float": "fp32"}
 
 
@@ -88,7 +88,8 @@ def check_precision(layers: Sequence[Layer], precision: Precision, name: str) ->
     if not convolutions:
         raise PrecisionError(
             f"cannot check the precision of {name}, because TensorRT's engine inspector "
-            "reports no convolutions; build it with a TensorRT version that export/README.md lists"
+            "reports no convolutions; build the engine with a TensorRT version that "
+            "export/README.md lists"
         )
     is_quantized = precision in QUANTIZED_PRECISIONS
     if is_quantized:

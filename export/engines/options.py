@@ -60,8 +60,8 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 _OPTIONS = (
     click.option(
         "--engine", "kinds", multiple=True, type=click.Choice(["torch", *get_args(EngineKind)]),
-        help="Engines to build beside the ONNX files. torch: a torch program, compiled if this "
-        "machine has a GPU. tensorrt: engines for this machine's GPU, with our CUDA kernels. "
+        help="Engines to build in addition to the ONNX files. torch: a torch program, compiled if "
+        "this machine has a GPU. tensorrt: engines for this machine's GPU, with our CUDA kernels. "
         "tensorrt-rtx: engines for several GPUs; building them needs no GPU.",
     ),
     click.option(
@@ -75,7 +75,8 @@ _OPTIONS = (
     ),
     click.option(
         "--plugins/--no-plugins", default=None,
-        help="Use our CUDA kernels or standard operators in tensorrt engines.  [default: plugins]",
+        help="Whether tensorrt engines use our CUDA kernels or standard operators.  "
+        "[default: plugins]",
     ),
     click.option(
         "--workspace", "workspace_gib", type=FiniteRange(min=0, min_open=True), metavar="GIB",
@@ -85,7 +86,7 @@ _OPTIONS = (
     click.option(
         "--timing-cache", type=_FILE,
         help="File of tensorrt's kernel timings, which makes the next build faster. If left out, "
-        "a file for this GPU and version in the user's cache folder.",
+        "a file for this GPU and TensorRT version in the user's cache folder.",
     ),
     click.option(
         "--optimization-level", type=click.IntRange(0, 5),
@@ -93,11 +94,13 @@ _OPTIONS = (
     ),
     click.option(
         "--tiling", type=click.Choice(get_args(Tiling)),
-        help="Effort of tensorrt's search for layers that share the L2 cache.  [default: none]",
+        help="Effort of tensorrt's search for tilings that keep data in the L2 cache between "
+        "layers.  [default: none]",
     ),
     click.option(
         "--aux-streams", type=click.IntRange(min=0),
-        help="Maximum additional streams of a tensorrt engine. If left out, TensorRT decides.",
+        help="Maximum number of additional CUDA streams of a tensorrt engine. If left out, "
+        "TensorRT decides.",
     ),
     click.option(
         "--hardware-compatibility", type=click.Choice(get_args(HardwareCompatibility)),
@@ -109,8 +112,8 @@ _OPTIONS = (
     ),
     click.option(
         "--strip-weights", is_flag=True, default=None,
-        help="Build small tensorrt engines without weights. Run `maskrcnn engine refit BUNDLE` "
-        "on the machine that serves them.",
+        help="Build small tensorrt engines without weights. To insert the weights, run `maskrcnn "
+        "engine refit BUNDLE` on the machine that serves the engines.",
     ),
     click.option(
         "--strict", is_flag=True, default=None,
@@ -164,8 +167,8 @@ def check_engine_choices(
         kinds: kinds of engine that will be built.
 
     Raises:
-        click.UsageError: an option applies to none of `kinds`, names a file in the bundle folder,
-            which the export replaces, or names a timing cache that cannot be written.
+        click.UsageError: an option applies to none of `kinds`, or names a file in the bundle
+            folder or a timing cache that cannot be written.
     """
     for name, value in choices.items():
         option, kinds_with_option = _APPLIES_TO[name]
@@ -185,7 +188,7 @@ def check_engine_choices(
 
 def _check_writable(timing_cache: Path) -> None:
     """Create `timing_cache`'s folder. If the folder is not writable, raise `click.BadParameter`."""
-    # TensorRT itself does not report a file that it cannot write.
+    # `write_cached`, which writes the timing cache after a build, ignores errors.
     try:
         timing_cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=timing_cache.parent):

@@ -13,7 +13,7 @@ from ...plugins.tensorrt.log import errors_of
 from ..errors import EngineError
 from .inspection import EngineTensor, context_of, inspected_tensors
 
-# Warm-up runs before the measurement, while libraries load their code and clocks rise.
+# Warm-up runs before the measurement, in which libraries load their code and GPU clocks rise.
 _WARM_UP = 5
 
 
@@ -75,7 +75,7 @@ def _profile_for(tensors: list[EngineTensor], batch: int) -> int:
             return number
     allowed = ", ".join(f"{smallest} to {largest}" for smallest, largest in ranges)
     raise EngineError(
-        f"the engine computes batches of {allowed} images, not of {batch}; choose another batch "
+        f"the engine supports batches of {allowed} images, not of {batch}; choose another batch "
         "size"
     )
 

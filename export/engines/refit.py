@@ -86,8 +86,8 @@ def _model_for(bundle: Path, manifest: Manifest, artifact: Artifact) -> bytes:
     graph = next((graph for graph in graphs if graph.bucket == artifact.bucket), None)
     if graph is None:
         raise BundleError(
-            f"the bundle has no ONNX file in {artifact.precision} for {artifact.bucket}, whose "
-            f"weights {artifact.path} needs; export the checkpoint again"
+            f"{artifact.path} needs the weights of an ONNX file in {artifact.precision} for inputs "
+            f"of {artifact.bucket}, but the bundle has none; export the checkpoint again"
         )
     model = load_model(verified_path(bundle, graph))
     assert isinstance(artifact.engine, EngineBuild)

@@ -69,7 +69,7 @@ class TensorRTEngineBuilder(EngineBuilder):
 
     def _network_flags(self) -> int:
         flags = self._trt.NetworkDefinitionCreationFlag
-        # TensorRT 11 types every network strongly and deprecates the flag.
+        # In TensorRT 11, every network is strongly typed, and the flag is deprecated.
         is_older = self._trt.__version__.startswith("10.")
         return 1 << int(flags.STRONGLY_TYPED) if is_older else 0
 
@@ -157,6 +157,7 @@ def check_ptx(nvrtc_version: int, driver_version: int) -> None:
         nvrtc, here = (f"{v // 1000}.{v % 1000 // 10}" for v in (nvrtc_version, driver_version))
         after = f"{driver_version // 1000}.{driver_version % 1000 // 10 + 1}"
         raise EngineError(
-            f"NVRTC of CUDA {nvrtc} writes PTX that this machine's driver for CUDA {here} rejects; "
-            f'run pip install "nvidia-cuda-nvrtc<{after}", update the driver, or use --no-plugins'
+            f"NVRTC of CUDA {nvrtc} generates PTX that this machine's driver for CUDA {here} "
+            f'rejects; run pip install "nvidia-cuda-nvrtc<{after}", update the driver, or use '
+            "--no-plugins"
         )

@@ -40,7 +40,7 @@ def onnx_from_model(
         bucket: height and width of the input in pixels.
         input_dtype: `torch.uint8` or `torch.float32`. In both types, pixel values are 0..255.
     """
-    # Two images, because the exporter treats a batch of one as a constant.
+    # Use two images, because torch.export treats a batch size of one as a constant.
     images = torch.zeros(2, 3, *bucket, dtype=input_dtype)
     image_sizes = torch.tensor([list(bucket)] * 2)
     batch = {0: torch.export.Dim("batch", min=1)}
@@ -59,7 +59,7 @@ def onnx_from_model(
             )
     assert program is not None
     proto = program.model_proto
-    # Add the bodies after the export, because the exporter's own passes would inline them.
+    # Add the function bodies after the export, because the exporter's own passes would inline them.
     proto.functions.extend(_flattened(functions_for(model.config)))
     _name_batch_axis(proto.graph)
     _remove_reshapes_to_own_shape(proto.graph)
@@ -158,7 +158,8 @@ def _pyramid_roi_align_node(
     aligned: bool,
     inclusive: bool,
 ) -> Tensor:
-    # A single map needs a node of its own, because a TensorRT plugin has a fixed number of inputs.
+    # A single map needs its own type of node, because a TensorRT plugin has a fixed number of
+    # inputs.
     name = "PyramidRoIAlign" if len(features) > 1 else "SingleMapRoIAlign"
     batch, count = rois.shape[:2]
     # The node's output has four axes, because TensorRT has no channels-last formats for five.

@@ -29,7 +29,7 @@ _DOMAIN = Opset(OPSET_DOMAIN, OPSET_VERSION)
 def NmsKeep(  # noqa: N802
     boxes: FLOAT, classes: INT64, iou_threshold: float, max_keep: int
 ) -> INT32:
-    """Greedy NMS per class in N sets of K boxes, as a fixed-point iteration over a mask.
+    """Greedy NMS per class in N sets of K boxes, by fixed-point iteration.
 
     Inputs are boxes [N, K, 4] (xyxy), in descending order of score within each set, and classes
     [N, K], negative for padding. The output is a mask [N, K] int32: 1 for each kept box, else 0.
@@ -146,6 +146,6 @@ def functions_for(config: ModelConfig) -> list[onnx.FunctionProto]:
         for attribute in average.attribute:
             attribute.ints[:] = [config.roi.sampling_ratio] * 2
     if PyramidRoIAlignAdaptive in pooling:
-        # The adaptive body implements the node PyramidRoIAlign, too, so it gets the node's name.
+        # A function body needs the name of its node, which is PyramidRoIAlign in both cases.
         bodies[1].name = PyramidRoIAlign.name
     return bodies

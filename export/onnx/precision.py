@@ -38,7 +38,7 @@ def halve(model: MaskRCNN, dtype: torch.dtype) -> None:
 
     Anchors, box decoding, scores, NMS and RoI coordinates stay in fp32.
     """
-    # From 512 pixels on, fp16 has steps of half a pixel, too coarse for coordinates.
+    # In fp16, coordinates from 512 pixels on would be rounded to steps of half a pixel.
     for part in (model.backbone, model.rpn.head, model.roi_heads):
         part.to(dtype)
 

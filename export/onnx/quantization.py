@@ -18,7 +18,7 @@ from ...model.bundle.spec import INPUT_NAMES, ShapeBucket
 from ...model.image_files import read_resized_image
 from ...model.resizing import pad_to_bucket
 
-# Maximum number of calibration images. With more, the ranges hardly change.
+# Maximum number of calibration images. With more images, the value ranges hardly change.
 _MOST_IMAGES = 64
 # Largest number in E4M3.
 _LARGEST_FP8 = 448
@@ -98,8 +98,8 @@ def float8_model(
             others = [axis for axis in range(weight.ndim) if axis != channels]
             scales = np.expand_dims(numpy_helper.to_array(constants[scale]), others)
             constants[data].CopyFrom(_fp8_constant(data, weight / scales))
-    # fp8 needs opset 19. The operators of opset 18 have the same meaning there, so it is enough to
-    # raise the version.
+    # fp8 needs opset 19. The model's operators of opset 18 have the same meaning in opset 19, so it
+    # is enough to raise the version.
     for opset in (
         *quantized.opset_import,
         *(o for f in quantized.functions for o in f.opset_import),
@@ -136,7 +136,7 @@ def make_symmetric(graph: onnx.GraphProto) -> None:
             bias = (value(data) * value(scale)).astype(np.float32)
             graph.initializer.append(numpy_helper.from_array(bias, node.output[0]))
             graph.node.remove(node)
-        elif value(zero).dtype == np.uint8:  # int8: already converted, at the pair's first node
+        elif value(zero).dtype == np.uint8:  # int8: converted with the pair's other node
             point = int(value(zero))
             replace(scale, value(scale) * np.float32(max(point, 255 - point) / 127))
             replace(zero, np.zeros((), np.int8))

@@ -88,9 +88,9 @@ def PyramidRoIAlign(  # noqa: N802
     total_width = op.Max(width_0, width_1 + width_2 + width_3) + op.Constant(value_ints=[1])
     total_height = height_0 + below + op.Constant(value_ints=[1])
 
-    # The mosaic, [B, C, total_height, total_width] float32. Pad gets no input `axes`, because with
-    # that input, ONNX Runtime fails when it moves a Transpose past the Pad. It does so if the maps
-    # are channels-last.
+    # The mosaic, [B, C, total_height, total_width] float32. Pad gets no input `axes`: if the
+    # maps are channels-last, ONNX Runtime moves a Transpose past the Pad, and fails if the Pad has
+    # this input.
     unpadded = op.Constant(value_ints=[0, 0, 0, 0, 0, 0])
     empty = op.CastLike(zero, feature_0)
     upper = op.Pad(feature_0, op.Concat(unpadded, none, total_width - width_0, axis=0), empty)

@@ -40,7 +40,7 @@ def fuse_convolutions(program: ExportedProgram) -> None:
     replaced convolution is fused. Convolutions without bias, or with groups, are not replaced.
 
     Args:
-        program: exported program after `run_decompositions`, so without in-place operations.
+        program: exported torch program. `run_decompositions` has replaced its in-place operations.
     """
     graph = program.graph_module.graph
     for node in graph.find_nodes(op="call_function", target=_aten.conv2d.default):
@@ -61,7 +61,7 @@ def fuse_convolutions(program: ExportedProgram) -> None:
 
 
 def _replacement(node: Node, fusion: _Fusion) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return the operation and its arguments that replace a convolution, or None.
+    """Return the operation that replaces a convolution, and the operation's arguments.
 
     None: no operation supports the convolution.
     """
@@ -70,8 +70,8 @@ def _replacement(node: Node, fusion: _Fusion) -> tuple[Any, tuple[Any, ...]] | N
     residual, relu = fusion.residual, fusion.relu
     if weight.meta["val"].dtype in HALF_TYPES:
         pointwise = _is_pointwise(weight, stride, padding)
-        # With fewer channels, cuBLASLt and cuDNN can be faster than Triton only if a ReLU follows
-        # directly.
+        # With fewer channels, cuBLASLt and cuDNN can be faster than Triton only if a ReLU directly
+        # follows the convolution.
         wide = min(weight.meta["val"].shape[:2]) >= _LIBRARY_CHANNELS or (relu and residual is None)
         if pointwise and wide and stride == [1, 1] and not fusion.upsampled:
             return _own.gemm_convolution.default, (*convolution, residual, relu)
@@ -94,7 +94,7 @@ def fuse_blocks(program: ExportedProgram) -> None:
     combination, this convolution is fused, too.
 
     Args:
-        program: program after `fuse_convolutions`.
+        program: exported torch program, which `fuse_convolutions` has changed.
     """
     graph = program.graph_module.graph
     for node in graph.find_nodes(op="call_function", target=_own.gemm_convolution.default):
@@ -114,13 +114,13 @@ def fuse_blocks(program: ExportedProgram) -> None:
             result.meta = replaced.meta.copy()
             replaced.replace_all_uses_with(result)
             graph.erase_node(replaced)
-    graph.eliminate_dead_code()  # convolutions of shortcuts that were fused
+    graph.eliminate_dead_code()  # removes the separate convolutions of fused shortcuts
     graph.lint()
     program.graph_module.recompile()
 
 
 def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return a fused operation and its arguments that replace two convolutions, or None.
+    """Return the fused operation that replaces two convolutions, and the operation's arguments.
 
     If the block of `last` has a convolution in its shortcut, and a kernel supports the combination,
     the operation also replaces this convolution. None: no operation supports `last` and `first`.
@@ -196,7 +196,7 @@ def _only_user(node: Node, target: object) -> Node | None:
 
 
 def _upsampled_twofold(node: Node) -> Node | None:
-    """Return the input of `node` if it is a twofold nearest-neighbor upsampling, else None."""
+    """If `node` is a twofold nearest-neighbor upsampling, return its input, else None."""
     if node.target is not _aten.upsample_nearest2d.vec:
         return None
     source = node.args[0]

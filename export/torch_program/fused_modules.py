@@ -15,8 +15,8 @@ from ...plugins.fused_convolution import gemm_convolution
 from ...plugins.resnet_stem import arranged_weight, resnet_stem
 from ...plugins.runtime.arguments import HALF_TYPES
 
-# Tensor cores process input channels in groups of four, and matrix columns in groups of eight.
-# Smaller groups are padded to these sizes.
+# Tensor cores process input channels in groups of four, and matrix columns in groups of eight. The
+# stem's input and the box predictor's output are padded with zeros to these sizes.
 _STEM_CHANNELS = 4
 _MATRIX_MULTIPLE = 8
 
@@ -31,10 +31,10 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
     """
     body = model.backbone.body
     is_half = body.conv1.weight.dtype in HALF_TYPES
-    # A group norm cannot be folded into the convolution before it. Such a stem is not fused.
+    # A stem with a group norm is not fused: the norm cannot be folded into the convolution.
     if is_half and isinstance(body.bn1, nn.Identity):
         fused = _FusedStem(model)
-        model.backbone.body.conv1 = fused  # registered, so that its parameters move with the model
+        model.backbone.body.conv1 = fused  # a submodule, so that its parameters move with the model
         setattr(model, "stem", fused.forward)  # noqa: B010, a type checker sees a method
     else:
         model.backbone.body.conv1 = _PaddedStem(model.backbone.body.conv1)

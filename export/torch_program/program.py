@@ -40,7 +40,7 @@ class _TupleModel(nn.Module):
 def program_from_model(
     model: MaskRCNN, bucket: ShapeBucket, input_dtype: torch.dtype
 ) -> ExportedProgram:
-    """Export the inference of a model for one input size, with a dynamic batch size.
+    """Export a model's inference as a torch program for one input size and any batch size.
 
     Args:
         model: detector on the CPU, in evaluation mode, modified by `optimize_for_gpu`.
@@ -52,7 +52,7 @@ def program_from_model(
             [B, 3, H, W] and image sizes [B, 2], (height, width) in pixels before padding. It
             returns the outputs that the module `model/bundle/spec.py` lists.
     """
-    # Two images, because a batch of one would be treated as a constant.
+    # Use two images, because torch.export treats a batch size of one as a constant.
     images = torch.zeros(2, 3, *bucket, dtype=input_dtype)
     image_sizes = torch.tensor([list(bucket)] * 2)
     batch = {0: Dim("batch", min=1)}
@@ -68,7 +68,7 @@ def program_from_model(
 
 
 def _drop_assertions(program: ExportedProgram) -> None:
-    """Remove a program's assertions on the types and devices of tensors, in place."""
+    """Remove a torch program's assertions on the types and devices of tensors, in place."""
     graph = program.graph_module.graph
     target = torch.ops.aten._assert_tensor_metadata.default
     for node in graph.find_nodes(op="call_function", target=target):
@@ -76,7 +76,7 @@ def _drop_assertions(program: ExportedProgram) -> None:
 
 
 def write_program(program: ExportedProgram, path: Path) -> None:
-    """Write a program to a file.
+    """Write a torch program to a file.
 
     Raises:
         OSError: the file cannot be written, for example because the disk is full.
@@ -93,7 +93,7 @@ class Compilation(NamedTuple):
 
     # File that `write_program` wrote.
     path: Path
-    # `fp32` and `tf32` share a program, but each has its own compiled form.
+    # `fp32` and `tf32` share a torch program, but each has its own compiled program.
     precision: Precision
     # Height and width of the input.
     bucket: ShapeBucket
@@ -107,7 +107,7 @@ class Compilation(NamedTuple):
 
 
 def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgram | None]:
-    """Compile programs in parallel for this machine's GPU, and write each to its path `compiled`.
+    """Compile torch programs for this machine's GPU, and write each to its path `compiled`.
 
     Returns:
         for each program, the manifest entry of the compiled program, or None if there is no GPU.

@@ -79,7 +79,7 @@ def write_compiled_program(
     dtype: torch.dtype,
     compiled: Path,
 ) -> None:
-    """Compile a program for batch size 1 and for any batch size, and write both to a file.
+    """Compile an exported program for batch size 1 and for any batch size. Write both to one file.
 
     Args:
         path: file of the exported program.
@@ -103,7 +103,7 @@ def write_compiled_program(
 
 
 def load_compiled_program(path: Path, precision: Precision, device: torch.device) -> Program:
-    """Load a program from a file that `write_compiled_program` wrote.
+    """Load a compiled program from a file that `write_compiled_program` wrote.
 
     The file must have been written with this environment's versions of torch and Python, and, on a
     GPU, for the GPU's compute capability.
@@ -135,12 +135,13 @@ def _weights(program: ExportedProgram) -> list[Tensor]:
 def _compiled(
     program: ExportedProgram, weights: Sequence[Tensor], images: Tensor, *, any_batch: bool
 ) -> bytes:
-    """Compile a program, and return it serialised.
+    """Compile an exported program, and return the compiled program serialised.
 
-    If `any_batch` is set, the program accepts any batch size, otherwise only that of `images`.
+    If `any_batch` is set, the compiled program accepts any batch size, otherwise only that of
+    `images`.
     """
-    # Use a new shape environment (torch's record of symbolic sizes): with that of a loaded program,
-    # torch confuses expressions of sizes with symbols.
+    # Use a new shape environment (torch's record of symbolic sizes). With the environment of the
+    # loaded program, torch confuses expressions of sizes with symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     first = DimDynamic.DYNAMIC if any_batch else DimDynamic.STATIC
     sides = StatelessSymbolicContext([first, *[DimDynamic.STATIC] * 3])  # type: ignore[var-annotated]

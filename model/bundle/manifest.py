@@ -15,7 +15,8 @@ from ..masks import MaskPaste
 from .spec import ResizeRule, ShapeBucket
 
 MANIFEST_NAME = "manifest.json"
-# Folder of a bundle with sample images for the HTTP server's page. The manifest does not list them.
+# Subfolder of a bundle with sample images for the HTTP server's page. The manifest does not list
+# these images.
 SAMPLES_FOLDER = "samples"
 # Model version that servers report for every bundle.
 MODEL_VERSION = "1"
@@ -35,7 +36,8 @@ ARTIFACT_SUFFIXES: Mapping[ArtifactKind, str] = {
 }
 # Precisions for which the value ranges of a model are measured on calibration images.
 QUANTIZED_PRECISIONS: tuple[Precision, ...] = ("int8", "fp8")
-# Precisions that the runtime of an artifact kind does not support. Bundles have no such artifacts.
+# Precisions that the runtime of each artifact kind does not support. Bundles have no artifacts of
+# such a kind in these precisions.
 MISSING_PRECISIONS: Mapping[ArtifactKind, tuple[Precision, ...]] = {
     "onnx": ("bf16", "fp8"),
     "torch": QUANTIZED_PRECISIONS,
@@ -62,10 +64,11 @@ class Preprocessing(_Record):
     """Preprocessing of images to model inputs.
 
     An image is decoded to RGB and resized so that its shorter side is `min_size` pixels. If its
-    longer side would then exceed `max_size`, it is resized so that the longer side is `max_size`.
-    `resize` is the rule for rounding and interpolation. The resized image is padded at the right
-    and bottom to one of the model's fixed input sizes. The exported graph itself normalises the
-    pixels, whose values are 0..255, with `pixel_mean` and `pixel_std` on the same scale.
+    longer side would then exceed `max_size`, the image is resized so that the longer side is
+    `max_size`. `resize` is the rule for rounding and interpolation. The resized image is padded at
+    the right and bottom to one of the model's fixed input sizes. The exported graph itself
+    normalises the pixels, whose values are 0..255, with `pixel_mean` and `pixel_std` on the same
+    scale.
     """
 
     min_size: int = Field(gt=0)
@@ -76,7 +79,7 @@ class Preprocessing(_Record):
     channel_order: Literal["RGB"] = "RGB"
 
     def fits(self, bucket: ShapeBucket) -> bool:
-        """Whether there is an aspect ratio whose resized images fit into a bucket (input size)."""
+        """Whether resized images of at least one aspect ratio fit into a bucket (input size)."""
         return min(bucket) >= self.min_size or max(bucket) >= self.max_size
 
 
@@ -119,7 +122,7 @@ class EngineBuild(_Record):
     hardware_compatibility: HardwareCompatibility = "none"
     # Whether newer versions of the runtime can load the plan.
     version_compatible: bool = False
-    # Whether the plan was stored without weights, which `maskrcnn engine refit` inserts.
+    # Whether the plan was stored without weights. `maskrcnn engine refit` inserts the weights.
     stripped: bool = False
     # Version of the plugins' PTX, such as `9.0`, and the lowest CUDA version of drivers that load
     # it, such as 13000 for 13.0. None: the plan has no plugins.
@@ -184,8 +187,8 @@ class Provenance(_Record):
 
     checkpoint: str
     checkpoint_sha256: str
-    # SHA-256 of the model's configuration, which is not part of another program's weights file.
-    # None: the bundle was exported before this field existed.
+    # SHA-256 of the model's configuration. Weights files of other programs do not contain the
+    # configuration. None: the bundle was exported before this field existed.
     config_sha256: str | None = None
     iteration: int
     metrics: dict[str, float]
@@ -291,11 +294,11 @@ def read_manifest(bundle: Path) -> Manifest:
         )
         remedy = "make a bundle with `maskrcnn export CHECKPOINT -o BUNDLE`"
         if checkpoints := sorted(bundle.glob("*.pth")):  # the folder of a training run
-            remedy = f"give a checkpoint in it, such as {checkpoints[-1]}"
+            remedy = f"give a checkpoint from this folder, such as {checkpoints[-1]}"
         raise BundleError(f"{bundle} {fault}; {remedy}") from None
     except OSError as error:
         raise BundleError(
-            f"{path} cannot be read ({error.strerror}); make it a file that this user may read"
+            f"{path} cannot be read ({error.strerror}); it must be a file that this user may read"
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
@@ -314,7 +317,7 @@ def verified_path(bundle: Path, file: Artifact | CompiledProgram) -> Path:
     path = bundle / file.path
     try:
         str(path).encode()
-    except UnicodeEncodeError:  # neither ONNX Runtime nor torch opens it
+    except UnicodeEncodeError:  # neither ONNX Runtime nor torch can open it
         raise BundleError(
             f"the path {path} has bytes that are not UTF-8; rename or move the bundle"
         ) from None

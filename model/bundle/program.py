@@ -37,7 +37,7 @@ class Program:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
-        """Return the number of detections and their boxes, scores, labels and masks.
+        """Return number, boxes, scores, labels and masks of the detections in each image.
 
         `model/bundle/spec.py` specifies these outputs. On a GPU, inputs must be contiguous.
 
@@ -54,9 +54,9 @@ class Program:
         The outputs are discarded. The GPU memory limit is reduced during the run. If the run
         exceeds the reduced limit, it is repeated with the previous limit.
         """
-        # In fp32, some algorithms that cuDNN tries would take all GPU memory, also that which other
-        # processes need. Therefore the first run has a lower memory limit. If the model itself
-        # exceeds that limit, it runs a second time with the previous limit.
+        # In fp32, some algorithms that cuDNN tries would take all GPU memory, including memory that
+        # other processes need. Therefore the first run has a lower memory limit. If the model
+        # itself exceeds this limit, run it again with the previous limit.
         allowed = torch.cuda.get_per_process_memory_fraction(self.device)
         total = torch.cuda.get_device_properties(self.device).total_memory
         bound = (torch.cuda.memory_reserved(self.device) + _TRIAL_BYTES) / total
@@ -65,7 +65,7 @@ class Program:
             self(images, image_sizes)
             return
         except torch.OutOfMemoryError:
-            pass  # retry below, where the exception no longer keeps the failed run's tensors
+            pass  # retry below: here, the exception still holds the tensors of the failed run
         finally:
             torch.cuda.set_per_process_memory_fraction(allowed, self.device)
         self(images, image_sizes)
@@ -132,8 +132,9 @@ def check_images(path: Path, exported: ExportedProgram, artifact: Artifact) -> N
     expected = getattr(torch, artifact.input_dtype), (3, *artifact.bucket)
     if (images.dtype, tuple(images.shape[1:])) != expected:
         raise BundleError(
-            f"{path} takes images of {images.dtype} and shape {list(images.shape)}, but the "
-            f"manifest states {artifact.input_dtype} and {artifact.bucket}; export the bundle again"
+            f"{path} takes images of dtype {images.dtype} and shape {list(images.shape)}, but the "
+            f"manifest states dtype {artifact.input_dtype} and size {artifact.bucket}; export the "
+            "bundle again"
         )
 
 

@@ -18,7 +18,7 @@ ResizeRule = Literal["pillow", "detectron2", "torchvision"]
 INPUT_NAMES = ("images", "image_sizes")
 
 # num_detections [B] int64, boxes [B, D, 4], scores [B, D], labels [B, D] int64 (1 is the first
-# class), masks [B, D, M, M] probabilities. Rows from num_detections on are zero.
+# class), masks [B, D, M, M] probabilities. After the first num_detections rows, all rows are zero.
 OUTPUT_NAMES = ("num_detections", "boxes", "scores", "labels", "masks")
 
 # ONNX domain and opset version of the custom operations.

@@ -9,7 +9,7 @@ from .strict_yaml import value_from_yaml
 
 
 class OverrideError(ValueError):
-    """An override is malformed, or sets a key `a.b` although `a` is a value, not a key group."""
+    """An override is malformed, or sets a key `a.b` although `a` is a value, not a section."""
 
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -36,8 +36,10 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
     return result
 
 
-def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+def with_value(values: Mapping[str, Any], key: str, value: Any, prefix: str = "") -> dict[str, Any]:
     """Return a copy of a nested mapping in which the value at a dotted key is `value`.
+
+    `prefix`, such as `roi.`, stands before the keys in an error message.
 
     Raises:
         OverrideError: the key is nested, such as `a.b`, but `a` is a value, not a section (group of
@@ -50,8 +52,10 @@ def with_value(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any
     if section is None:
         section = {}
     if not isinstance(section, Mapping):
-        raise OverrideError(f"{key} cannot be set, because {first} is a value, not a section")
-    return {**values, first: with_value(section, rest, value)}
+        raise OverrideError(
+            f"{prefix}{key} cannot be set, because {prefix}{first} is a value, not a section"
+        )
+    return {**values, first: with_value(section, rest, value, f"{prefix}{first}.")}
 
 
 def values_by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -62,7 +62,7 @@ def sections(model: type[BaseModel], name: str = "", meaning: str = "") -> Itera
 
 
 def text_from_value(value: Any) -> str:
-    """Format a configuration value as YAML, for a file or after `key=` in an override."""
+    """Format a configuration value as YAML, as in a file or after `key=` in an override."""
     plain = to_jsonable_python(value)
     return plain if isinstance(plain, str) else json.dumps(plain)
 

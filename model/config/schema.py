@@ -9,7 +9,8 @@ from ..masks import MaskPaste
 # Strides of the pyramid levels in input pixels. RoI features are pooled from all levels but the
 # last.
 PYRAMID_STRIDES = (4, 8, 16, 32, 64)
-# Maximum boxes per set of NMS on a GPU: `MAX_BOXES` of `plugins/nms_keep`, which imports torch.
+# Maximum number of boxes in one NMS on a GPU. This is a copy of `MAX_BOXES` in `plugins/nms_keep`,
+# because importing that package imports torch.
 _MAX_NMS_BOXES = 16384
 
 _Positive = Annotated[float, Field(gt=0)]
@@ -37,7 +38,7 @@ class BackboneConfig(FrozenConfig):
     """Bottlenecks have their stride in the first 1x1 convolution, as in MSRA's ResNets.
     False: in the 3x3 convolution."""
     frozen_stages: int = Field(2, ge=0, le=5)
-    """Number of ResNet stages that are not trained: 1 is the stem, 5 all up to res5."""
+    """Number of ResNet stages that are not trained. 1: only the stem; 5: all stages up to res5."""
     fpn_channels: int = Field(256, ge=32, multiple_of=32)
     """Channels of every pyramid level."""
     fpn_norm: Literal["none", "bn", "gn"] = "none"
@@ -48,14 +49,14 @@ class AnchorConfig(FrozenConfig):
     """Anchor boxes, at strides 4 to 64 of a pyramid or at stride 16 of a single map."""
 
     sizes: tuple[_Positive, ...] = Field((32, 64, 128, 256, 512), min_length=1)
-    """Square roots of the anchors' areas in pixels: one per pyramid level. With `c4` or `c5`, all
-    are on the single map."""
+    """Square roots of the anchors' areas in pixels: one per pyramid level. With `c4` or `c5`, the
+    single map has anchors of all sizes."""
     aspect_ratios: tuple[_Positive, ...] = Field((0.5, 1.0, 2.0), min_length=1)
-    """Height divided by width of the anchors."""
+    """Aspect ratios of the anchors: height divided by width."""
     convention: Literal["torchvision", "detectron2", "legacy"] = "torchvision"
     """Rule for rounding and centring anchors: `torchvision` rounds sides to whole pixels,
     `detectron2` does not round, `legacy` is the rule of Faster R-CNN (2015) and maskrcnn-benchmark.
-    On a single map, `detectron2` orders anchors by size first, the others by aspect ratio."""
+    On a single map, `detectron2` orders anchors by size first, the other rules by aspect ratio."""
 
 
 class SamplingConfig(FrozenConfig):
@@ -100,9 +101,9 @@ class RpnConfig(FrozenConfig):
 
     sampling: RpnSamplingConfig = RpnSamplingConfig()
     pre_nms_top_n_train: int = Field(2000, ge=1, le=_MAX_NMS_BOXES)
-    """Highest-scoring anchors per level that enter NMS in training."""
+    """Maximum number of anchors per level that enter NMS in training, by descending score."""
     pre_nms_top_n_test: int = Field(1000, ge=1, le=_MAX_NMS_BOXES)
-    """Highest-scoring anchors per level that enter NMS in inference."""
+    """Maximum number of anchors per level that enter NMS in inference, by descending score."""
     post_nms_top_n_train: int = Field(2000, ge=1)
     """Maximum number of proposals per image in training."""
     post_nms_top_n_test: int = Field(1000, ge=1)
@@ -124,12 +125,13 @@ class RoiConfig(FrozenConfig):
     box_pool: int = Field(7, ge=1)
     """RoIAlign pools this number of cells per side for the box head."""
     box_head_convs: int = Field(0, ge=0)
-    """Number of 3x3 convolutions of the box head. One fully connected layer follows them. 0: two
-    fully connected layers."""
+    """Number of 3x3 convolutions of the box head. One fully connected layer follows them.
+    0: the box head consists of two fully connected layers."""
     box_head_dim: int = Field(1024, ge=1)
     """Width of the box head's fully connected layers."""
     mask_pool: int = Field(14, ge=1)
-    """RoIAlign pools this number of cells per side for the mask head; masks have twice as many."""
+    """RoIAlign pools this number of cells per side for the mask head. Predicted masks have twice as
+    many samples per side; with `c4`, they have as many, rounded up to an even number."""
     mask_head_dim: int = Field(256, ge=1)
     """Channels of the mask head."""
     mask_head_depth: int = Field(4, ge=1)
@@ -139,11 +141,12 @@ class RoiConfig(FrozenConfig):
     canonical_size: float = Field(224.0, gt=0)
     """Side in pixels of a RoI that is assigned to the level of stride 16 (Lin et al., eq. 1)."""
     sampling_ratio: int = Field(2, ge=0)
-    """Bilinear samples per pooled cell and axis; 0: as many as the cell spans feature cells."""
+    """Number of bilinear samples per pooled cell along each axis. 0: the number of feature cells
+    that the pooled cell spans, rounded up."""
     aligned: bool = False
     """Pool with the half-pixel shift of detectron2's ROIAlignV2."""
     mask_crop_size: int | None = Field(112, ge=14)
-    """Side in pixels of ground-truth masks, which are stored as crops of their boxes.
+    """Side in pixels of ground-truth masks, each of which is cropped to its box and resized.
     None: masks of the whole input, which take a megabyte per instance."""
     smooth_l1_beta: float = Field(1 / 9, ge=0)
     """Error at which the smooth L1 box loss changes from quadratic to linear; 0 is plain L1."""
@@ -154,7 +157,8 @@ class RoiConfig(FrozenConfig):
     nms_iou: float = Field(0.5, gt=0, le=1)
     """IoU above which detections of one class are suppressed."""
     nms_candidates: int = Field(2000, ge=1, le=_MAX_NMS_BOXES)
-    """Highest-scoring detections per image, over all classes, that enter NMS."""
+    """Maximum number of detections per image, over all classes, that enter NMS, by descending
+    score."""
     max_detections: int = Field(100, ge=1)
     """Maximum number of detections per image."""
 
@@ -163,13 +167,14 @@ class ModelConfig(FrozenConfig):
     """Settings of a Mask R-CNN."""
 
     num_classes: int = Field(80, ge=1)
-    """Foreground classes; label 0 is the background, label 1 the first class."""
+    """Number of foreground classes. Label 0 is the background, label 1 the first class."""
     pixel_mean: tuple[float, float, float] = (123.675, 116.28, 103.53)
     """Mean of each RGB channel in 0..255."""
     pixel_std: tuple[_Positive, _Positive, _Positive] = (58.395, 57.12, 57.375)
     """Standard deviation of each RGB channel in 0..255."""
     inclusive_boxes: bool = False
-    """Boxes include the pixels of their far edges (legacy +1 width), as in maskrcnn-benchmark."""
+    """Boxes include the pixels at their right and bottom edges, as in maskrcnn-benchmark: their
+    width is x2 - x1 + 1."""
     mask_paste: MaskPaste = "torchvision"
     """Rule for resampling masks into an image: `torchvision` rounds boxes to whole pixels,
     `detectron2` uses the exact boxes."""

@@ -98,13 +98,13 @@ def download_file(
     """
 
     def mismatch(file: Path) -> str | None:
-        """Describe how the checksum of a file differs from the expected one. None: it does not."""
+        """Describe how the checksum of a file differs from the expected one. None: both agree."""
         if checksum is None:
             return None
         actual = checksum.of(file, f"checking {path.name}", on_progress)
         return None if actual == checksum else f"its {actual} is not {checksum.digest}"
 
-    # A complete file needs no lock, which could not be written in a read-only folder.
+    # A complete file needs no lock. In a read-only folder, the lock could not be written.
     with nullcontext() if path.exists() else exclusive_lock(path, wait=wait):
         if path.exists():
             if actual := mismatch(path):
@@ -220,8 +220,8 @@ class _Download:
             elif first != start or not version.agrees_with(sent):
                 self.partial.remove()
                 raise _AttemptError(
-                    "the server sent another byte range, or another version of the file, than "
-                    "requested"
+                    "the server sent a byte range that was not requested, or another version of "
+                    "the file"
                 )
             total = sent.total
             if total is not None:

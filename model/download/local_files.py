@@ -30,7 +30,7 @@ def exclusive_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
         DownloadError: Another process holds the lock, and `wait` is False. Or the lock cannot be
             written.
     """
-    # Imported here because the base install lacks filelock. Serving a bundle does not need it.
+    # Imported here because the base install lacks filelock: it is not needed to serve a bundle.
     from filelock import FileLock, Timeout
 
     lock = FileLock(path.with_name(f".{path.name}.lock"))
@@ -70,7 +70,8 @@ def check_free_space(path: Path, needed: int) -> None:
 class RemoteVersion(FrozenConfig):
     """Version of a remote file, from HTTP headers.
 
-    A field is None if the server did not send its header. A weak entity tag counts as not sent.
+    A field is None if the server did not send the corresponding header. A weak entity tag counts as
+    not sent.
     """
 
     etag: str | None = None

@@ -113,8 +113,8 @@ def _export(
     Raises:
         click.exceptions.Exit: The export failed.
     """
-    # In a child process, so that a server that calls this function does not load torch and the
-    # weights.
+    # Export in a child process, so that a server that calls this function does not load torch and
+    # the weights.
     command = [*module_command("maskrcnn_trt"), "export", "-o", str(bundle)]
     for option, values in {
         "--precision": precisions,

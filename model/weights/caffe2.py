@@ -128,8 +128,8 @@ def legacy_conventions(structure: Settings, state: Mapping[str, Tensor]) -> Sett
     fpn = structure.get("backbone.features") == "fpn"
     c4 = structure.get("backbone.features") == "c4"
     return {
-        # Frozen batch norms of maskrcnn-benchmark add no epsilon to the variance. Neither do those
-        # of which only scale and shift are stored.
+        # Frozen batch norms of maskrcnn-benchmark, and batch norms of which only scale and shift
+        # are stored, add no epsilon to the variance.
         "backbone.norm_eps": 1e-5 if gn or has_statistics else 0.0,
         "backbone.stride_in_1x1": not gn,
         "pixel_mean": (122.7717, 115.9465, 102.9801),

@@ -27,7 +27,8 @@ def weights() -> None:
 )  # fmt: skip
 @click.option(
     "--categories", type=click.Path(path_type=Path), metavar="COCO.json",
-    help="Annotation file that names the classes. Default: names of COCO's classes.",
+    help="Annotation file that names the classes. Default: the published model's classes; COCO's "
+    "names if there are 80 or 90 classes; otherwise `class 1`, `class 2`, ...",
 )  # fmt: skip
 @click.option(
     "--config", type=click.Path(path_type=Path), metavar="config.yaml",
@@ -35,8 +36,8 @@ def weights() -> None:
 )  # fmt: skip
 @click.option(
     "--other-channel-order", is_flag=True,
-    help="Set this if the network expects the colour channels in the reverse of the order that is "
-    "usual for its origin, as in RGB for weights of detectron2.",
+    help="Set this if the network takes RGB although the program that wrote FILE usually takes BGR "
+    "(as detectron2 does), or the reverse.",
 )  # fmt: skip
 def convert(
     file: str,
@@ -60,8 +61,7 @@ def convert(
     for source in (Path(file), categories, config):
         if source and source.exists() and output.exists() and output.samefile(source):
             raise click.BadParameter(
-                f"{output} is the same file as {source}, which it would replace; choose another "
-                "file",
+                f"{output} is the same file as the input {source}; choose another output file",
                 param_hint="--output",
             )
     conversion = convert_reference(
@@ -70,7 +70,7 @@ def convert(
     output.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(output, conversion.checkpoint)
     table_console().print(_conversion_table(conversion))
-    click.echo(f"the checkpoint is {output}")
+    click.echo(f"wrote the checkpoint {output}")
 
 
 @weights.command(name="list")

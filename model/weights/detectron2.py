@@ -44,7 +44,8 @@ def _conv_rules(theirs: str, ours: str) -> Rules:
     )
 
 
-# Names in a backbone file have no prefix; below a feature pyramid they have `bottom_up`.
+# Optional prefixes of a ResNet's tensor names. Files of a backbone have no prefix, files of a
+# detector have `backbone.`, or `backbone.bottom_up.` with a feature pyramid.
 _BODY = r"(?:backbone\.)?(?:bottom_up\.)?"
 _RULES: Rules = (
     (rf"{_BODY}stem\.conv1\.norm\.(\w+)", r"backbone.body.bn1.\1"),

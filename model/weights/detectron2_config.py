@@ -18,7 +18,7 @@ from .downloads import base_config
 from .files import WeightsError
 from .origins import Settings
 
-# Settings of this program by detectron2's keys. Values have the same meaning in both.
+# Settings of this program by detectron2's keys. Values have the same meaning in both programs.
 _KEYS = {
     "INPUT.MIN_SIZE_TEST": "preprocessing.min_size",
     "INPUT.MAX_SIZE_TEST": "preprocessing.max_size",
@@ -138,7 +138,7 @@ def _values_in(path: Path, heirs: Sequence[Path] = ()) -> dict[str, Any]:
     """
     if path.resolve() in heirs:
         raise WeightsError(
-            f"{path} inherits from itself through _BASE_; name another base, or none"
+            f"{path} inherits from itself through _BASE_; set _BASE_ to another file, or remove it"
         )
     try:
         content = value_from_yaml(path.read_bytes())
@@ -205,4 +205,4 @@ def _statistics(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _unsupported(path: Path, key: str, value: object) -> WeightsError:
-    return WeightsError(f"{path} sets {key} to {value}, which this program does not support")
+    return WeightsError(f"{path} sets {key} to {value}; this program does not support this value")

@@ -21,11 +21,11 @@ from .zoo import HOSTS, is_zoo_name, zoo_model
 
 # Name of detectron2's configuration file, which its training writes beside the weights.
 CONFIG_NAME: Final = "config.yaml"
-# Environment variable: URL of a mirror that replaces the hosts of the zoos, as in
-# `http://localhost:8000`. Paths are those of the published files.
+# Environment variable with the URL of a mirror, such as `http://localhost:8000`. The mirror
+# replaces the hosts of the model zoos, and has the files at the same paths.
 MIRROR_VARIABLE: Final = "MASKRCNN_ZOO_MIRROR"
-# Environment variable: file in the format of `sha256sum` or `md5sum`. Its checksums replace those
-# of the published files, for a mirror with other files.
+# Environment variable with the path of a file in the format of `sha256sum` or `md5sum`. For a
+# mirror with other files, the checksums in this file replace those of the published files.
 CHECKSUMS_VARIABLE: Final = "MASKRCNN_ZOO_CHECKSUMS"
 # Number of retries, after pauses of 1, 2 and 4 s. It is low, so that a missing network is reported
 # soon.
@@ -38,11 +38,11 @@ def is_url(reference: str | Path) -> bool:
 
 
 def base_config(path: Path, content: object) -> Path | None:
-    """Return the file from which a configuration of detectron2 inherits. None: there is none.
+    """Return the file that a configuration of detectron2 inherits from. None: it does not inherit.
 
     Args:
         path: The configuration file.
-        content: Its content, parsed.
+        content: The parsed content of this file.
     """
     base = content.get("_BASE_") if isinstance(content, Mapping) else None
     return path.parent / base if isinstance(base, str) else None
@@ -63,7 +63,7 @@ def weights_path(reference: str | Path) -> Path:
         model = zoo_model(str(reference))
         path = _cached(model.file_name)
         if not path.exists():
-            sizes = f"test size {model.min_size}, at most {model.max_size}"
+            sizes = f"test size {model.min_size} pixels, longer side at most {model.max_size}"
             _print(f"{model}: {model.dataset}, {sizes}; licence: {model.licence}")
         _download(model.url, path, model.checksum)
         return path
@@ -161,7 +161,8 @@ def _mirrored(url: str) -> str:
 def _bars() -> AbstractContextManager[ByteProgress]:
     """Return a context manager that yields a progress callback.
 
-    The callback draws progress bars on standard error. If that is not a terminal, it does nothing.
+    The callback draws progress bars on standard error. If standard error is not a terminal, the
+    callback does nothing.
     """
     if not sys.stderr.isatty():
         return nullcontext(no_progress)

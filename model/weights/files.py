@@ -105,8 +105,8 @@ def read_file(path: Path) -> Any:
 
 def _reject(path: Path, name: str) -> NoReturn:
     raise WeightsError(
-        f"loading {path} would call {name}, which weights do not need and which could run any "
-        "code; save the tensors alone, as in torch.save(model.state_dict(), FILE)"
+        f"loading {path} would call {name}, a function that weights do not need and that could run "
+        "any code; save the tensors alone, as in torch.save(model.state_dict(), FILE)"
     ) from None
 
 

@@ -44,7 +44,8 @@ _MEANING_SETTINGS = (
     "roi.aligned",
 )
 
-# Pixel means (0..255) that differ by less count as equal. Published means of ImageNet vary.
+# Largest difference between pixel means (0..255) that count as equal: ImageNet's published means
+# vary.
 _PIXEL_MEAN_TOLERANCE = 1.0
 # Backbones of the functions in `hubconf.py`.
 _HUB_BACKBONES = ("resnet50", "resnet101")
@@ -152,8 +153,8 @@ def build_model(
             else "torch.hub has no function for this backbone"
         )
         raise WeightsError(
-            f"{source} has the backbone {backbone.name} {backbone.features}, but this function "
-            f"builds models with {name} {features}; {remedy}"
+            f"{source} has the backbone {backbone.name} {backbone.features}, but "
+            f"maskrcnn_{name}_{features}() needs the backbone {name} {features}; {remedy}"
         )
     return checkpoint.build_model()
 
@@ -186,7 +187,7 @@ def _check_conventions(source: str | Path, weights: Weights, config: ModelConfig
 def _is_equivalent(key: str, value: Any, other: Any) -> bool:
     if key == "pixel_mean":
         return all(abs(a - b) <= _PIXEL_MEAN_TOLERANCE for a, b in zip(value, other, strict=True))
-    if key == "backbone.norm":  # frozen or not, batch norm has the same tensors
+    if key == "backbone.norm":  # frozen batch norm has the same tensors as batch norm
         return bool(value == other or {value, other} == {"bn", "frozen_bn"})
     if isinstance(value, float):
         return math.isclose(value, other, abs_tol=1e-9)

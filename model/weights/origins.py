@@ -47,10 +47,10 @@ class Weights:
 
     origin: str
     tensors: dict[str, Tensor]
-    # Settings inferred from names and shapes of the tensors, or stated in a configuration: that of
-    # the checkpoint, or detectron2's `config.yaml`.
+    # Settings that were inferred from names and shapes of the tensors, or are stated in the
+    # checkpoint or in detectron2's `config.yaml`.
     structure: Settings
-    # Settings assumed: defaults of the origin, or values of the published model in `zoo.py`.
+    # Assumed settings: defaults of the origin, or values of the published model in `zoo.py`.
     assumed: Settings
     # Names of tensors in the file that do not affect detections.
     ignored: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Recognition of the program that wrote a weights file, and of its model's architecture."""
+"""Recognition of the program that wrote a weights file, and of the model's architecture."""
 
 import math
 import re
@@ -33,7 +33,7 @@ _SUPPORTED = "resnet18, resnet50 and resnet101 are supported"
 
 
 def read_weights(path: Path, config: Path | None = None) -> Weights:
-    """Read a weights file of any supported program. The program is recognised by the content.
+    """Read a weights file of any supported program, which is recognised by the file's content.
 
     Args:
         path: the weights file.

@@ -43,8 +43,8 @@ def read_reference(reference: str | Path, config: Path | None = None) -> Weights
     path = local_path(reference)
     if (path / MANIFEST_NAME).is_file():
         raise WeightsError(
-            f"{path} is a bundle, which cannot be converted back to weights; give the checkpoint "
-            "that it was exported from"
+            f"{path} is a bundle and cannot be converted back to weights; give the checkpoint that "
+            "the bundle was exported from"
         )
     weights = read_weights(path, config)
     model = _zoo_model_of(reference)
@@ -117,7 +117,7 @@ def _warn_of_assumptions(
     if weights.origin == torchvision.ORIGIN.name and frozen and eps and classes != 90:
         logger.warning(
             "%s has %d classes instead of COCO's 90 and does not hold the epsilon of its batch "
-            "norms; assumed backbone.norm_eps=%g, which fits a training that started from a "
+            "norms; assumed backbone.norm_eps=%g. This epsilon fits a training that started from a "
             "pretrained backbone. If the model was fine-tuned from torchvision's COCO_V1 weights, "
             "set backbone.norm_eps=0",
             reference, classes, eps,

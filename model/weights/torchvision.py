@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .origins import MAX_HEAD_CONVS, Rules, Settings, WeightsOrigin
 
-# Before torchvision 0.13, names of some layers lacked the index within their sequence.
+# Before torchvision 0.13, the names of some layers lacked the layer's index in its `Sequential`.
 _RULES: Rules = (
     (r"(?:backbone\.body\.)?((?:conv1|bn1)\.\w+)", r"backbone.body.\1"),
     (

@@ -32,7 +32,8 @@ _TORCHVISION: Final = {
     "maskrcnn_resnet50_fpn": "maskrcnn_resnet50_fpn_coco-bf2d0c1e.pth",
     "maskrcnn_resnet50_fpn_v2": "maskrcnn_resnet50_fpn_v2_coco-73cbd019.pth",
 }
-# detectron2's model ids and first digits of the file's MD5, by configuration file.
+# Id of each model in detectron2's zoo, and first digits of the file's MD5, by folder and name of
+# the configuration file.
 _DETECTRON2: Final = {
     "COCO-InstanceSegmentation": {
         "mask_rcnn_R_50_C4_1x": ("137259246", "9243eb"),
@@ -129,7 +130,7 @@ class ZooModel:
     # Test size: shorter side of resized images, and maximum of the longer side, in pixels.
     min_size: int = 800
     max_size: int = 1333
-    # Ids and names of the classes. None: `default_categories` of the number of classes.
+    # Ids and names of the classes. None: those that `default_categories` returns.
     categories: tuple[Category, ...] | None = None
     # Values of `ModelConfig` by dotted key that replace the origin's defaults.
     settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))

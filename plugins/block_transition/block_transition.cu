@@ -1,4 +1,4 @@
-// Transition between two residual blocks. Contract: block_transition/operation.py.
+// Transition between two residual blocks. Specification: block_transition/operation.py.
 //
 // A thread block keeps all weights in shared memory. Each of its warps computes tiles of 16 pixels,
 // without waiting for other warps. Four threads share a pixel. Of each chunk of 32 channels, thread
@@ -36,8 +36,8 @@ __device__ int place_of(int output_chunk, int input_chunk, int half, int pair) {
     return (((output_chunk * (COLUMNS / CHUNK) + input_chunk) * 2 + half) * 2 + pair) * WARP;
 }
 
-// Copy a weight [ROWS, OWN] to shared memory, in the order in which `multiply` reads it. There, it
-// is a part of a weight [ROWS, COLUMNS], from column `first` on.
+// Copy a weight [ROWS, OWN] to shared memory, in the order in which `multiply` reads it. In shared
+// memory, it is a part of a weight [ROWS, COLUMNS], from column `first` on.
 template <int ROWS, int OWN, int COLUMNS>
 __device__ void arrange(const VALUE* __restrict__ weight, int first, uint4* operands) {
     for (int index = threadIdx.x; index < ROWS * OWN / 4; index += THREADS) {
@@ -114,7 +114,8 @@ struct Packets {
     int pixels;
     uint4* slots;
 
-    // The thread's pixels of a tile. Those beyond the last one are computed, but not stored.
+    // Index of the thread's pixel `p` (0 or 1) in a tile. Beyond the last pixel, the last one is
+    // read again; the results are not stored.
     __device__ long long pixel_of(int tile, int p) const {
         return min(tile * TILE + static_cast<int>(threadIdx.x % WARP / 4) + 8 * p, pixels - 1);
     }
@@ -144,7 +145,7 @@ struct Packets {
 #endif
     }
 
-    // Wait for the oldest packet, which must be this one, and read it.
+    // Wait for the oldest copy, which must be that of `packet`, and read the packet.
     __device__ void take(int packet, Words (&words)[OWN_PIXELS]) const {
 #if __CUDA_ARCH__ >= 800
         asm volatile("cp.async.wait_group %0;" ::"n"(PACKETS - 1) : "memory");

@@ -1,10 +1,10 @@
 """`maskrcnn::block_transition`: fused end of a residual block and start of the next one.
 
-Contract of all implementations: the result of a residual block's last convolution and the block's
-shortcut are added. The sum passes a ReLU and is rounded to the data type of the tensors. The first
-convolution of the next block reads the rounded values, and its result passes a ReLU too. The CUDA
-kernel keeps all weights in shared memory, so the operation supports only blocks with few channels.
-`can_fuse_transition` tests whether a block is supported.
+Specification of all implementations: the result of a residual block's last convolution and the
+block's shortcut are added. A ReLU is applied to the sum, and the result is rounded to the data type
+of the tensors. The first convolution of the next block reads the rounded values. A ReLU is applied
+to its result, too. The CUDA kernel keeps all weights in shared memory, so the operation supports
+only blocks with few channels. `can_fuse_transition` tests whether a block is supported.
 """
 
 # In the first stage of a ResNet-50 or larger, memory traffic determines how long these layers take.
@@ -55,7 +55,7 @@ def block_transition(
 ) -> tuple[Tensor, Tensor]:
     """Compute the output of a residual block, and the first convolution of the next block.
 
-    All convolutions are 1x1. Both results pass a ReLU. The operation has no gradient.
+    All convolutions are 1x1. A ReLU is applied to both results. The operation has no gradient.
 
     Args:
         images: [B, C, H, W], input of the block's last convolution; on a GPU float16 or bfloat16.
@@ -64,7 +64,7 @@ def block_transition(
         bias: [N], bias of the last convolution.
         shortcut: [B, N, H, W], map to add. With a `shortcut_weight`: [B, S, H, W], input of the
             convolution in the shortcut.
-        shortcut_weight: [N, S, 1, 1], weight of a convolution in the shortcut. None: there is none.
+        shortcut_weight: [N, S, 1, 1], weight of a convolution in the shortcut. None: without one.
         shortcut_bias: [N], bias of the convolution in the shortcut.
         next_weight: [M, N, 1, 1], weight of the next block's first convolution.
         next_bias: [M], bias of the next block's first convolution.

@@ -1,4 +1,5 @@
-// Decode selected deltas and clip the boxes to their images. Contract: box_deltas/operation.py.
+// Decode selected deltas and clip the boxes to their images.
+// Specification: box_deltas/operation.py.
 //
 // Compile-time constants: CENTER_WEIGHT, SIZE_WEIGHT, MAX_LOG_SCALE, INCLUSIVE, MIN_SIDE, THREADS,
 // LARGE (1: the kernel has the output `large`; 0: it is a TensorRT plugin, without boolean output).

@@ -1,4 +1,4 @@
-// Encode boxes as deltas relative to references. Contract: box_deltas/operation.py.
+// Encode boxes as deltas relative to references. Specification: box_deltas/operation.py.
 //
 // Compile-time constants: CENTER_WEIGHT, SIZE_WEIGHT, THREADS.
 

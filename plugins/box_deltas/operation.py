@@ -1,7 +1,7 @@
 """`maskrcnn::encode_boxes` and `maskrcnn::decode_boxes`: conversion of boxes to deltas and back.
 
-Contract of all implementations (Girshick et al., R-CNN, appendix C): dx and dy are the box's centre
-minus the reference's centre, divided by the reference's width and height; dw and dh are the
+Specification of all implementations (Girshick et al., R-CNN, appendix C): dx and dy are the box's
+centre minus the reference's centre, divided by the reference's width and height; dw and dh are the
 logarithms of the ratios box width / reference width and box height / reference height. Each delta
 is multiplied by a weight. A decoded box, before clipping, is at most 1000 / 16 times as wide and
 high as its reference. Boxes are xyxy, and arithmetic is float32. Implementations may differ in the
@@ -85,11 +85,11 @@ def decode_boxes(
         indices: [B, K] int64, deltas to decode: n * C + c for delta c of reference n. A negative
             index marks padding.
         image_sizes: [B, 2] int64, height and width in pixels.
-        center_weight: factor by which dx and dy were multiplied.
-        size_weight: factor by which dw and dh were multiplied.
+        center_weight: factor by which dx and dy were multiplied in encoding.
+        size_weight: factor by which dw and dh were multiplied in encoding.
         inclusive: whether boxes include the pixels at their right and bottom edges. If so, a box
             outside of its image is clipped to one pixel at the image's edge, else to an empty box.
-        min_side: minimum width and height in pixels of boxes that are `large`.
+        min_side: minimum width and height, in pixels, of boxes that are marked as large.
 
     Returns:
         boxes [B, K, 4] float32, xyxy in input pixels, zero for padding; and `large` [B, K] bool,
@@ -97,7 +97,7 @@ def decode_boxes(
         boxes and padding.
     """
     exists = indices >= 0
-    # Padding gathers the first delta; its box is zeroed below.
+    # For padding, the first delta is gathered. The resulting box is set to zero below.
     indices = indices.clamp(min=0)
     owners = indices // deltas.shape[2]
     references = references.expand(deltas.shape[0], -1, -1)

@@ -1,4 +1,4 @@
-// Pairwise IoU of two sets of boxes. Contract: box_iou/operation.py.
+// Pairwise IoU of two sets of boxes. Specification: box_iou/operation.py.
 //
 // A thread computes the IoU of one box of `others` with ROWS boxes of `boxes`.
 //

@@ -1,6 +1,6 @@
 """`maskrcnn::box_iou`: pairwise intersection over union of two sets of boxes.
 
-Contract of all implementations, whose results are equal bit for bit: boxes are xyxy with sides
+Specification of all implementations, whose results are equal bit for bit: boxes are xyxy with sides
 x2 - x1 and y2 - y1, arithmetic is float32, and the IoU is 0 if the union is empty or a coordinate
 is NaN.
 """

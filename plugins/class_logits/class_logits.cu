@@ -1,5 +1,6 @@
-// Product of an instance's features and the weight of its class, optionally after a bias and a ReLU,
-// and the gradient of the latter. Contracts: class_logits/operation.py.
+// Product of an instance's features and the weight of its class. `relu_class_logits` first adds a
+// bias to the features and applies a ReLU; `relu_class_logits_backward` computes its gradient.
+// Specification: class_logits/operation.py.
 //
 // A block handles cells of one instance, and a warp one cell at a time. A lane keeps its channels
 // of the class's weight in registers.

@@ -25,12 +25,12 @@ def relu_class_logits_kernel(value_type: str, channels: int) -> Kernel:
 
 
 def relu_class_logits_backward_kernel(value_type: str, channels: int) -> Kernel:
-    """Return the kernel of the gradient. Arguments are those of `class_logits_kernel`."""
+    """Return the gradient kernel of `relu_class_logits`. Arguments: as of `class_logits_kernel`."""
     return _kernel("relu_class_logits_backward", value_type, channels)
 
 
 def class_logits_launch(instances: int, cells: int) -> Launch:
-    """Return the grid, block and scalar arguments of the kernels of the logits.
+    """Return the grid, block and scalar arguments of the two kernels that compute logits.
 
     Inputs are features [instances, cells, channels], for `relu_class_logits` an offset [channels],
     weight [classes, channels], bias [classes] and labels [instances] int64. The output is the

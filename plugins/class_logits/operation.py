@@ -1,8 +1,8 @@
 """`maskrcnn::class_logits`, `relu_class_logits`: mask logits of each instance, for its class only.
 
-Contract of all implementations: products and sums are float32, and the logit, including the bias,
-is rounded once to the dtype of the features. The same holds for gradients. If torch may use TF32 in
-matrix products, the gradients of weight and bias are sums of values rounded to TF32.
+Specification of all implementations: products and sums are float32, and the logit, including the
+bias, is rounded once to the dtype of the features. The same holds for gradients. If torch may use
+TF32 in matrix products, the gradients of weight and bias are sums of values rounded to TF32.
 """
 
 from typing import Any
@@ -140,9 +140,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     features, offset, weight, labels = ctx.saved_tensors
     gradient, weighted, sums = relu_class_logits_backward(grad, features, offset, weight, labels)
-    # Compute matrix products, because `index_add` on a GPU adds in no fixed order.
+    # Use matrix products instead of `index_add`, which adds in no fixed order on a GPU.
     is_class = (labels == torch.arange(len(weight), device=labels.device)[:, None]).float()
-    # A compiled backward pass is traced under the autocast of the forward pass.
+    # Disable autocast: a compiled backward pass is traced under the autocast of the forward pass.
     with torch.autocast(labels.device.type, enabled=False):
         weight_gradient = is_class @ weighted
         bias_gradient = is_class @ grad.float().sum(dim=1)
@@ -154,7 +154,7 @@ relu_class_logits.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _logits(activated: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    # Not a matrix product, whose inputs autocast would round.
+    # Do not use a matrix product: autocast would round its inputs.
     products = activated * weight[labels].float()[:, None]
     return products.sum(dim=2) + bias[labels].float()[:, None]
 

@@ -1,5 +1,5 @@
-// Compress run lengths to COCO RLE strings, one block per mask. Contract:
-// compress_runs/operation.py.
+// Compress run lengths to COCO RLE strings, one block per mask.
+// Specification: compress_runs/operation.py.
 //
 // A block first counts the characters of its mask, and reserves a range of that length in the text
 // of all masks. A thread then encodes one run at a time. A prefix sum over the block gives the

@@ -1,9 +1,9 @@
-// Serialise detections as protobuf messages, one block per image. Contract:
-// detection_messages/operation.py.
+// Serialise detections as protobuf messages, one block per image.
+// Specification: detection_messages/operation.py.
 //
 // A block first adds up the lengths of its image's messages, and reserves a range of that length in
-// the output. Each thread then writes one detection, except the characters of its mask. At last,
-// warps copy the characters, which end the message.
+// the output. Each thread then writes one detection, except the characters of its mask. Finally,
+// warps copy the characters to the end of the message.
 //
 // Compile-time constants: THREADS.
 #include "warp.cuh"
@@ -25,12 +25,12 @@ constexpr unsigned char RLE_HEIGHT = tag(1, VARINT);
 constexpr unsigned char RLE_WIDTH = tag(2, VARINT);
 constexpr unsigned char RLE_COUNTS = tag(3, LENGTH);
 constexpr int CORNERS = 4;
-// Bytes of a tag with a float.
+// Bytes of a float field: tag and value.
 constexpr int FLOAT_FIELD = 1 + sizeof(float);
 
 __device__ int varint_length(unsigned value) { return (38 - __clz(value | 1)) / 7; }
 
-// Length of a field of bytes or of a message, which has `length` bytes.
+// Length of a field that contains `length` bytes, which are a byte string or a message.
 __device__ int field_length(int length) { return 1 + varint_length(length) + length; }
 
 struct Writer {
@@ -126,8 +126,8 @@ detection_messages(const long long* __restrict__ counts, const float* __restrict
                    int classes, int class_stride, int capacity,
                    unsigned char* __restrict__ messages, long long* __restrict__ spans) {
     __shared__ long long first;
-    // Of the detection of each thread: position of its mask's characters in `text`, number of
-    // characters, and position behind them in `messages`.
+    // For each thread's detection: position of its mask's characters in `text`, position in
+    // `messages` at which they end, and number of characters.
     __shared__ long long sources[THREADS], ends[THREADS];
     __shared__ int lengths[THREADS];
     const long long row = blockIdx.x, start_of_image = row * depth;

@@ -15,9 +15,9 @@ def detection_messages_launch(
 ) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `DETECTION_MESSAGES`.
 
-    Inputs and outputs are the tensors of the operation, in its order. The second output, start and
-    length of each image's bytes, has one more row here, and must be zero before the launch. The
-    last row receives the total length of the messages in its first column.
+    Inputs and outputs are the tensors that `detection_messages` takes and returns, in the same
+    order. The second output (start and length of each image's bytes) must be zero before the
+    launch. It has an additional last row, whose first entry receives the messages' total length.
 
     Args:
         images: Number of images.

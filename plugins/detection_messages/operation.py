@@ -1,8 +1,8 @@
 """Serialisation of detections as protobuf messages.
 
-Contract of all implementations: an image's bytes are the field `detections` of a `DetectResponse`
-of `protos/maskrcnn/v1/detector.proto`, as protobuf serialises it, for detections with RLE masks.
-The bytes of all images are in one buffer without gaps, in any order.
+Specification of all implementations: an image's bytes are the field `detections` of a
+`DetectResponse` of `protos/maskrcnn/v1/detector.proto`, as protobuf serialises it, for detections
+with RLE masks. The bytes of all images are in one buffer without gaps, in any order.
 """
 
 import struct
@@ -20,7 +20,7 @@ _VARINT, _LENGTH, _FIXED32 = 0, 2, 5
 
 
 class DetectionBatch(NamedTuple):
-    """Detections of B images, up to D in each, and those of them that are selected."""
+    """Detections of B images, up to D in each, and the criteria by which they are selected."""
 
     # [B] int64, number of detections of each image.
     counts: Tensor
@@ -35,8 +35,8 @@ class DetectionBatch(NamedTuple):
     text_spans: Tensor
     # [B, 2] int64, height and width of the source images in pixels.
     sizes: Tensor
-    # [B, 2] float64. Maximum number of detections to select, and a score that the scores of the
-    # selected detections exceed.
+    # [B, 2] float64, for each image: maximum number of detections to select, and score threshold.
+    # Selected detections have higher scores than the threshold.
     selections: Tensor
 
 
@@ -46,7 +46,7 @@ class ClassTable(NamedTuple):
     They are `label`, `class_name` and `category_id`.
     """
 
-    # [L, F] uint8. Each row begins with the fields of a class.
+    # [L, F] uint8. Each row begins with the fields of a class; the rest of the row is not used.
     fields: Tensor
     # [L] int64, number of bytes of the fields.
     lengths: Tensor
@@ -65,9 +65,9 @@ def detection_messages(
     Returns:
         messages [capacity] uint8, undefined after the last image; and [B, 2] int64, start and
         length of each image's bytes. If an image's bytes would end beyond the capacity, they are
-        undefined; start and length are those that they would have. If a selected detection has no
-        characters in `text`, or a class that is not in the table, the length is -1, and the start
-        undefined.
+        undefined, but start and length are as with a sufficient capacity. If a selected detection
+        has no characters in `text`, or a class that is not in the table, the length is -1, and the
+        start undefined.
 
     Raises:
         ValueError: on a GPU, an argument has another dtype or shape than documented.
@@ -147,6 +147,6 @@ def _bytes_field(number: int, value: bytes) -> bytes:
 
 
 def _float_field(number: int, value: float) -> bytes:
-    """Serialise a float. Protobuf leaves out the value zero."""
+    """Serialise a float field. Return b"" for 0.0, which protobuf leaves out."""
     data = struct.pack("<f", value)
     return bytes([number << 3 | _FIXED32]) + data if any(data) else b""

@@ -1,5 +1,5 @@
 // Square patches of feature maps, and the gradient of the maps. A warp handles one cell of a patch.
-// Contract: feature_patches/operation.py.
+// Specification: feature_patches/operation.py.
 //
 // Compile-time constants: FEATURE (type), LEVELS, RADIUS (of a patch, in cells), VECTOR (channels
 // per thread and step), THREADS (per block).
@@ -28,7 +28,7 @@ struct Position {
     int level, row, column;
 };
 
-// Position of a cell, from its index in the cells of all maps.
+// Position of a cell, from its index among the cells of all maps.
 template <typename Element>
 __device__ Position position_of(long long cell, const Map<Element> (&maps)[LEVELS]) {
     Position position = {-1, 0, 0};

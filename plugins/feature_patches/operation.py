@@ -1,9 +1,9 @@
 """`maskrcnn::feature_patches`: square patches of feature maps, with gradient.
 
-Contract of all implementations: a patch has 2 * radius + 1 cells per axis around its centre. Cells
-of a patch that are outside of the map are zero. The gradient of a feature map is the sum of the
-gradients of all patches, in float32, or in float64 for float64 features. It is rounded once to the
-dtype of the features.
+Specification of all implementations: a patch has 2 * radius + 1 cells per axis around its centre.
+Cells of a patch that are outside of the map are zero. The gradient of a feature map is the sum of
+the gradients of all patches, in float32, or in float64 for float64 features. It is rounded once to
+the dtype of the features.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ def feature_patches(features: Sequence[Tensor], centres: Tensor, radius: int) ->
         features: one map [B, C, H_l, W_l] for each of L levels; on a GPU float16, bfloat16, float32
             or float64.
         centres: [B, S] int64, indices of the patches' centres, from 0 to N - 1. N is the number of
-            cells of all maps. The cells are numbered by map, row and column. A patch with another
-            index is undefined.
+            cells of all maps. The cells are numbered by map, row and column. If the index is out of
+            this range, the patch is undefined.
         radius: patches have K = 2 * radius + 1 cells per axis.
 
     Returns:

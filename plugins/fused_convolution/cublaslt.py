@@ -45,8 +45,8 @@ class Algorithm(ctypes.Structure):
 class Product:
     """cuBLASLt descriptors and algorithms for matrix products of one shape and dtype."""
 
-    # cuBLASLt's matrices are column-major. Its first operand is `weight`, transposed, its second is
-    # `rows`, and its result is the transpose of `output`.
+    # cuBLASLt's matrices are column-major. The first operand of the product is `weight`,
+    # transposed, the second is `rows`, and the result is the transpose of `output`.
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`maskrcnn::expand_reduce`: last 1x1 convolution of a residual block, and first of the next."""
+"""`maskrcnn::expand_reduce`: a residual block's last convolution, and the next block's first."""
 
 import torch
 from torch import Tensor

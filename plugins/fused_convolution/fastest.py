@@ -21,7 +21,7 @@ from .libraries import UnsupportedError
 
 # Runs of an implementation that are timed together.
 _RUNS = 5
-# An implementation is preferred to a later one in the list that is faster by less than this factor.
+# The first implementation whose time is at most this multiple of the shortest time is chosen.
 _TOLERANCE = 1.03
 
 # Only one thread measures at a time.
@@ -55,7 +55,7 @@ def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) 
     for implementation in (*chosen, *implementations):
         with suppress(UnsupportedError):
             return implementation()
-    raise UnsupportedError(f"no implementation supports {key}")
+    raise UnsupportedError(f"no implementation supports the operation {key}")
 
 
 class Choices:
@@ -77,7 +77,7 @@ class Choices:
 
     def add(self, name: str, index: int) -> None:
         """Record `index` as the fastest implementation for `name`, and rewrite the file."""
-        # Another process may have written choices meanwhile.
+        # Read the file again, because another process may have added choices.
         self._indices = {**self._read(), **self._indices, name: index}
         write_cached(self._path, json.dumps(self._indices).encode())
 
@@ -91,7 +91,7 @@ class Choices:
 
 @functools.cache
 def _choices_of(device: int) -> Choices:
-    """Return the record of the fastest implementations on a GPU. GPUs of one model share it."""
+    """Return the record of fastest implementations for a GPU. GPUs of one model share a record."""
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     versions = torch.__version__, torch.version.cuda, cudnn, torch.cuda.get_device_name(device)
     digest = hashlib.sha256(repr(versions).encode()).hexdigest()
@@ -114,7 +114,7 @@ def _milliseconds(run: Callable[[], Tensor]) -> float:
                     run()
             finally:
                 graph.capture_end()
-        except (UnsupportedError, RuntimeError):  # such as a lack of memory
+        except (UnsupportedError, RuntimeError):  # RuntimeError: for example, out of memory
             return float("inf")
         graph.replay()
         begin.record()

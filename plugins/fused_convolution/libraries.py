@@ -12,7 +12,7 @@ class UnsupportedError(Exception):
 
 
 class Library:
-    """Shared library such as cuDNN. Calls of its functions check the status that they return."""
+    """Shared library such as cuDNN. Its methods check the status that library functions return."""
 
     def __init__(self, name: str) -> None:
         """Open the shared library `name`.

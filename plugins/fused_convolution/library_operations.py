@@ -39,8 +39,9 @@ def cudnn_convolution(
 ) -> Tensor:
     """Compute `conv2d(images)` with N output channels, plus an optional ReLU.
 
-    On a GPU, the first call with new shapes measures two implementations for float16 and bfloat16,
-    and the faster one is used. For other types, the bias is a separate pass if there is no ReLU.
+    On a GPU, for float16 and bfloat16, the first call with new shapes measures two implementations.
+    This call and later ones use the faster one. For other types, the bias is added in a separate
+    pass over memory if there is no ReLU.
 
     Args:
         images: [B, C, H, W].
@@ -126,9 +127,9 @@ def gemm_convolution(
 ) -> Tensor:
     """Compute a 1x1 convolution with N output channels, plus an optional residual map and ReLU.
 
-    On a GPU, the first call with new shapes measures cuBLASLt's algorithms. With a residual, it
-    also measures the Triton kernel of `pointwise_convolution`. The fastest implementation is used,
-    also by later processes. The operation supports neither strides nor upsampling.
+    On a GPU, the first call with new shapes measures cuBLASLt's algorithms. With a residual, the
+    Triton kernel of `pointwise_convolution` is measured, too. This process and later ones use the
+    fastest implementation. The operation supports neither strides nor upsampling.
 
     Args:
         images: [B, C, H, W]; on a GPU float16 or bfloat16.

@@ -5,8 +5,8 @@ Both can add a residual map before they write the result. `convolution_relu` alw
 """
 
 # On a GPU, cuDNN computes `convolution_relu`. For float16 and bfloat16, a Triton kernel computes
-# `pointwise_convolution`, because cuDNN cannot add a residual map of half the output's size, and
-# takes long to select an algorithm that adds a map of the output's size.
+# `pointwise_convolution`: cuDNN cannot add a residual map of half the output's height and width,
+# and takes long to select an algorithm that adds a map of the output's size.
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,5 @@
-// Anchors of all cells of a pyramid, one thread per anchor. Contract: grid_anchors/operation.py.
+// Anchors of all cells of a pyramid, one thread per anchor.
+// Specification: grid_anchors/operation.py.
 //
 // Compile-time constants: LEVELS, THREADS.
 #include "levels.cuh"

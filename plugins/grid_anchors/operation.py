@@ -1,6 +1,6 @@
 """`maskrcnn::grid_anchors`: anchor boxes of all cells of one or more feature maps.
 
-Contract of all implementations, whose results are equal bit for bit: the anchors of cell (row,
+Specification of all implementations, whose results are equal bit for bit: the anchors of cell (row,
 column) are the map's base anchors, shifted by (row, column) times the map's stride in pixels.
 Anchors are ordered by map, row, column, and index within the cell.
 """

@@ -1,8 +1,8 @@
-// RoIAlign of ground-truth masks, one block per RoI. Contract: mask_targets/operation.py.
+// RoIAlign of ground-truth masks, one block per RoI. Specification: mask_targets/operation.py.
 //
 // Compile-time constants: SIDE, THREADS.
 
-// Side of a cell in pixels from which float32 does not distinguish the samples of the cell.
+// If a cell is at least this many pixels wide or high, float32 does not distinguish its samples.
 constexpr float TOO_LARGE = 16777216.0f;
 
 // Extent of a RoI along one axis, in pixels of the mask.

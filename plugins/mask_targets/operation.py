@@ -1,6 +1,6 @@
 """`maskrcnn::mask_targets_from_crops`: ground-truth masks resampled within RoIs.
 
-Contract of all implementations: a RoI is divided into M x M cells, and its mask is pooled by
+Specification of all implementations: a RoI is divided into M x M cells, and its mask is pooled by
 torchvision's RoIAlign (He et al., Mask R-CNN) with `aligned=False`. A RoI side below one pixel is
 enlarged to one pixel. Along each axis, a cell has one sample per mask pixel that it spans, rounded
 up. The argument `matched` holds the mask index of each RoI. The target is zero if the index is out
@@ -15,7 +15,7 @@ from ..runtime.arguments import kernel_argument
 from ..runtime.launching import launch_kernel
 from .kernel import crop_targets_kernel, crop_targets_launch
 
-# Side of a cell in pixels from which float32 no longer distinguishes the samples of the cell.
+# If a cell is at least this many pixels wide or high, float32 does not distinguish its samples.
 _TOO_LARGE = 2.0**24
 
 

@@ -1,5 +1,5 @@
 // Mark the candidates of highest IoU with each ground-truth box ("truth") as positive.
-// match_boxes.cu computes the highest IoUs. Contract: match_boxes/operation.py.
+// match_boxes.cu computes the highest IoUs. Specification: match_boxes/operation.py.
 //
 // Compile-time constants: THREADS.
 #include "boxes.cuh"
@@ -24,7 +24,7 @@ match_best(const float4* __restrict__ truths, const float4* __restrict__ candida
     if (index >= count) return;
     const long long place = image * count + index;
     const float own_highest = highest[place];
-    // Skip most candidates: those below the highest IoU of every truth.
+    // Skip most candidates: their highest IoU is below the highest IoU of every truth.
     if (own_highest < __int_as_float(lowest_best)) return;
     const float4 own = candidates[image * candidates_stride + index];
     const float area = area_of(own);

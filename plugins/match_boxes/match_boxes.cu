@@ -1,4 +1,4 @@
-// Match candidates to ground-truth boxes by IoU. Contract: match_boxes/operation.py.
+// Match candidates to ground-truth boxes by IoU. Specification: match_boxes/operation.py.
 //
 // A warp handles ITEMS * 32 neighbouring candidates, a lane every 32nd of them. The warp
 // skips ground-truth boxes ("truths") that lie outside of the bounding box of its candidates.

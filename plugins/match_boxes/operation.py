@@ -1,10 +1,10 @@
 """`maskrcnn::match_boxes`: matching of candidates to ground-truth boxes by IoU.
 
-Contract of all implementations (Ren et al., Faster R-CNN, section 3.1.2), whose results are equal
-bit for bit: a candidate is matched to the ground-truth box of highest IoU, the first one in case of
-ties. The candidate is positive if that IoU reaches the foreground threshold, and negative if it is
-below the background threshold. With the argument `low_quality`, the candidates of highest IoU with
-each ground-truth box are positive too, unless that IoU is 0. The IoU is that of
+Specification of all implementations (Ren et al., Faster R-CNN, section 3.1.2), whose results are
+equal bit for bit: a candidate is matched to the ground-truth box of highest IoU, the first one in
+case of ties. The candidate is positive if that IoU reaches the foreground threshold, and negative
+if it is below the background threshold. With the argument `low_quality`, the candidates of highest
+IoU with each ground-truth box are positive too, unless that IoU is 0. The IoU is that of
 `maskrcnn::box_iou`. Label 0 marks padding, which never matches.
 """
 

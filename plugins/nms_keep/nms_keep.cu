@@ -1,12 +1,12 @@
-// Greedy non-maximum suppression of sets of boxes. Contract: nms_keep/operation.py.
+// Greedy non-maximum suppression of sets of boxes. Specification: nms_keep/operation.py.
 //
 // A block processes a set in tiles of 64 boxes. Every warp computes which boxes of the tile are
 // kept. Then all threads mark the following boxes that the kept ones suppress. Thread t is
 // responsible for boxes t, t + THREADS, ...
 //
-// `nms_keep` computes the IoUs too, so that one kernel is enough for TensorRT. In torch,
-// `nms_overlaps` first computes with many blocks per set which boxes overlap too much, and
-// `nms_select` reads the result. This is an order of magnitude faster.
+// `nms_keep` computes the IoUs too: the TensorRT plugin launches a single kernel. torch uses
+// two kernels, which are an order of magnitude faster: `nms_overlaps` computes with many blocks per
+// set which boxes overlap too much, then `nms_select` reads the result.
 //
 // Compile-time constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), KEEP (type), THREADS.
 #include "boxes.cuh"
@@ -133,8 +133,9 @@ nms_keep(const float4* boxes, const long long* labels, int count, KEEP* keep) {
     for (int index = start + thread; index < count; index += THREADS) keep[index] = 0;
 }
 
-// suppressors [sets, tiles, count]: the boxes of a tile that suppress a box if they are kept. Tiles
-// after that of the box are not written. A thread compares a box with PART boxes of a tile.
+// Write suppressors [sets, tiles, count]: the boxes of a tile that suppress a box if they are kept.
+// Entries of tiles after the box's own tile are not written. A thread compares a box with PART
+// boxes of a tile.
 extern "C" __global__ void __launch_bounds__(TILE * TILE / PART)
 nms_overlaps(const float4* boxes, const long long* labels, int count, Bits* suppressors) {
     __shared__ Candidate tile[TILE];

@@ -1,10 +1,10 @@
 """`maskrcnn::nms_keep`: exact greedy non-maximum suppression in padded sets of boxes.
 
-Contract of all implementations: a box is suppressed by an earlier kept box of its set and class if
-their IoU exceeds the threshold. Of the boxes that are not suppressed, the first `max_keep` of each
-set are kept. Boxes are xyxy with sides x2 - x1 and y2 - y1. IoU and threshold are compared in
-float32. Boxes without area neither suppress nor are suppressed, and no box suppresses another one
-if their IoU is NaN. Boxes of a negative class are padding: they are never kept and suppress
+Specification of all implementations: a box is suppressed by an earlier kept box of its set and
+class if their IoU exceeds the threshold. Of the boxes that are not suppressed, the first `max_keep`
+of each set are kept. Boxes are xyxy with sides x2 - x1 and y2 - y1. IoU and threshold are compared
+in float32. Boxes without area neither suppress nor are suppressed, and no box suppresses another
+one if their IoU is NaN. Boxes of a negative class are padding: they are never kept and suppress
 nothing.
 """
 
@@ -41,8 +41,8 @@ def nms_keep(boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int
             shape than documented.
     """
     keep = torch.zeros(classes.shape, dtype=torch.bool)
-    # torchvision's CPU code compares with a double, and the float32 number 0.6 exceeds the double
-    # 0.6. Round the threshold, so that an IoU of 0.6 does not exceed it.
+    # Round the threshold to float32. torchvision's CPU code compares float32 IoUs with a double,
+    # and an IoU of 0.6 in float32 exceeds 0.6 as a double.
     iou_threshold = torch.tensor(iou_threshold, dtype=torch.float32).item()
     # Descending scores that keep the order of the boxes.
     ranks = torch.arange(classes.shape[1], 0, -1, dtype=boxes.dtype)

@@ -1,12 +1,12 @@
 """Pasting of mask probabilities into images as COCO run lengths.
 
-Contract of all implementations, whose results are equal bit for bit: a mask gets a border of one
-zero sample on each side and is interpolated over its box, in float32, linearly in x and then in y.
-A pixel belongs to the mask if its value exceeds the threshold. With torchvision's rule, the box is
-enlarged by the border and truncated to whole pixels. It includes the pixels at its right and bottom
-edges. Pixels before the centre of the first sample repeat that sample. With detectron2's rule, the
-box is not rounded. The mask is empty if the box is not finite, or if a coordinate exceeds 2 ** 24
-pixels, because float32 does not represent all larger integers.
+Specification of all implementations, whose results are equal bit for bit: a mask gets a border of
+one zero sample on each side and is interpolated over its box, in float32, linearly in x and then in
+y. A pixel belongs to the mask if its value exceeds the threshold. With torchvision's rule, the box
+is enlarged by the border and truncated to whole pixels. It includes the pixels at its right and
+bottom edges. Pixels before the centre of the first sample repeat that sample. With detectron2's
+rule, the box is not rounded. The mask is empty if the box is not finite, or if a coordinate exceeds
+2 ** 24 pixels, because float32 does not represent all larger integers.
 
 COCO's run lengths are in column-major order. The first run is of zeros, and its length may be 0.
 """

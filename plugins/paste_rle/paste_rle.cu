@@ -1,5 +1,5 @@
 // Paste mask probabilities into images and encode them as COCO run lengths, one block per instance.
-// Contract: paste_rle/operation.py.
+// Specification: paste_rle/operation.py.
 //
 // Only pixels within the box are computed, column by column. Each column is followed by a
 // background pixel, unless the box spans the whole height of the image. A thread computes 32 pixels

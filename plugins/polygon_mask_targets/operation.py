@@ -2,11 +2,11 @@
 
 This project's own training uses `mask_targets` instead, with masks that the loader rasterises.
 
-Contract of all implementations, whose results are equal bit for bit: polygons are scaled in double
-precision so that the RoI becomes M x M pixels, and rasterised as by pycocotools. A RoI side below
-one pixel is enlarged to one pixel. Scaled corner coordinates are clamped to -100 * M .. 100 * M.
-The argument `matched` holds the instance index of each RoI. The target is zero if the index is out
-of range or the box is not finite.
+Specification of all implementations, whose results are equal bit for bit: polygons are scaled in
+double precision so that the RoI becomes M x M pixels, and rasterised as by pycocotools. A RoI side
+below one pixel is enlarged to one pixel. Scaled corner coordinates are clamped to -100 * M .. 100 *
+M. The argument `matched` holds the instance index of each RoI. The target is zero if the index is
+out of range or the box is not finite.
 """
 
 import warnings

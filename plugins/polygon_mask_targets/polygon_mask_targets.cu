@@ -1,4 +1,5 @@
-// Rasterise polygons within RoIs, one block per RoI. Contract: polygon_mask_targets/operation.py.
+// Rasterise polygons within RoIs, one block per RoI.
+// Specification: polygon_mask_targets/operation.py.
 //
 // pycocotools walks along the edges of a ring on a grid five times as fine as the pixels. Where an
 // edge crosses from one column of pixels to the next, pycocotools records the row. This kernel
@@ -38,8 +39,8 @@ __device__ int after_steps(int start, double slope, int steps) {
 }
 
 // Return the row of the fine grid at which an edge crosses from column `x` of that grid to the next
-// column. If the edge changes its row there, return the upper row. A flat edge must go right, and a
-// steep edge down.
+// column. If the edge changes its row at this crossing, return the upper row. A flat edge (at
+// least as wide as high) must go right, and a steep edge down.
 __device__ int passage(Point from, Point to, int x) {
     const int width = to.x - from.x, height = to.y - from.y;
     if (abs(width) >= abs(height)) {

@@ -34,8 +34,8 @@ def roi_align_gradient(
             grad, rois, scale, side, side, *shape, sampling_ratio, aligned
         )
     # For each feature cell, compute a weighted sum of the gradients of all pooled cells that read
-    # it. torchvision adds sample by sample in one thread. It takes 4 times as long as this code in
-    # one thread, and 8 times as long as this code in two.
+    # it. torchvision adds sample by sample in one thread. It takes 4 times as long as this code on
+    # one thread, and 8 times as long as this code on two threads.
     batch, _, height, width = shape
     near, far = (rois[:, 1:] * scale - 0.5 * aligned).chunk(2, dim=1)
     cell = ((far - near) if aligned else (far - near).clamp(min=1)) / side

@@ -1,6 +1,6 @@
 """`maskrcnn::pyramid_roi_align`: RoIAlign over a feature pyramid for a batch of images.
 
-Contract of all implementations: the level of a RoI of width w and height h is
+Specification of all implementations: the level of a RoI of width w and height h is
 `floor(canonical_level + log2(sqrt(w h) / canonical_size) + 1e-6)`, clamped to the given levels (Lin
 et al., Feature Pyramid Networks, eq. 1). Pooling is torchvision's RoIAlign (He et al., Mask R-CNN).
 With `aligned=False`, a RoI side below one feature cell is enlarged to one cell. With
@@ -37,7 +37,7 @@ from .kernel import (
     pyramid_roi_align_launch,
 )
 
-# Side of a pooled cell in feature cells from which float32 no longer distinguishes its samples.
+# If a pooled cell spans at least this many feature cells, float32 does not distinguish its samples.
 _TOO_LARGE = 2.0**24
 
 

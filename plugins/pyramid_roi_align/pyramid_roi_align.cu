@@ -46,7 +46,7 @@ __device__ long long own_roi() {
 }
 
 // Threads that handle neighbouring channels cannot write the cells of one channel as whole cache
-// lines. The cells are staged in shared memory.
+// lines. In this case, the cells are first staged in shared memory.
 constexpr bool STAGED = CHANNELS_LAST && !POOLED_CHANNELS_LAST;
 static_assert(CHANNELS_LAST || !POOLED_CHANNELS_LAST, "no model needs this change of order");
 

@@ -34,7 +34,7 @@ struct Shared {
     int counts[SIDE];
     // Share of each pooled cell's average that each pixel of the tile has, by RoI and axis.
     Vector<Real, SIDE> weights[STEP][2][OUTPUT_SIZE];
-    // Pooled cells that contribute to each row, and to any column.
+    // By RoI: pooled cells that contribute to each row of the tile, and to any of its columns.
     Span rows[STEP][SIDE], columns[STEP];
 };
 

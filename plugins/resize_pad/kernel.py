@@ -20,9 +20,10 @@ RESIZE_PAD = Kernel("resize_pad/resize_pad.cu", "resize_pad", _CONSTANTS)
 def table_shape(images: int, taps: int, places: int) -> tuple[int, int, int, int]:
     """Return the shape [images, 2, 2 + taps, places] of the int32 table of resampling weights.
 
-    The second axis selects rows or columns, the last one a row or column of the resized image. The
-    third axis holds the index of the first source row or column that contributes to it, the number
-    of contributing rows or columns, and their weights.
+    The second axis has the index 0 for rows and 1 for columns. The last axis is the index of a row
+    or column of the resized image. The third axis holds the index of the first source row or column
+    that contributes to this resized one, the number of contributing source rows or columns, and
+    their weights.
 
     Args:
         images: Number of images.

@@ -1,7 +1,7 @@
 """Resizing of images of any sizes into a padded batch.
 
-Contract of all implementations: an image is resized bilinearly with antialiasing, and padded with
-zeros at the right and bottom. Pixel values equal those of `PIL.Image.resize`.
+Specification of all implementations: an image is resized bilinearly with antialiasing, and padded
+with zeros at the right and bottom. Pixel values equal those of `PIL.Image.resize`.
 """
 
 import math
@@ -107,8 +107,8 @@ def _checked_sizes(
 def _is_vertical_first(image: Tensor, size: tuple[int, int]) -> bool:
     """Return whether Pillow resizes an image to `size` vertically first, then horizontally.
 
-    Pillow 13 does so if it removes rows, and more than twice as many rows as columns. Older
-    versions never do so.
+    Pillow 13 and later do this if they remove rows, and more than twice as many rows as columns.
+    Older versions always resize horizontally first.
     """
     rows, columns = (old - new for old, new in zip(image.shape[1:], size, strict=True))
     return _PILLOW_CHOOSES_ORDER and rows > max(0, 2 * columns)

@@ -1,4 +1,4 @@
-// Resize images into a padded batch. Contract: resize_pad/operation.py.
+// Resize images into a padded batch. Specification: resize_pad/operation.py.
 //
 // Like Pillow, the kernels resize along one axis after the other, with integer weights, and round
 // to 8 bits after each of the two passes. `resize_weights` computes the weights. A thread of

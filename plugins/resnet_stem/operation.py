@@ -1,7 +1,7 @@
 """`maskrcnn::resnet_stem`: normalisation, first convolution and max pooling of a ResNet.
 
-Contract of all implementations: pixels are normalised in float32 and rounded to the weight's dtype.
-Pixels of the padding become zero. The 7x7 convolution of stride 2, its bias, a ReLU and max
+Specification of all implementations: pixels are normalised in float32 and rounded to the weight's
+dtype. Pixels of the padding become zero. The 7x7 convolution of stride 2, its bias, a ReLU and max
 pooling of 3x3 pixels with stride 2 follow, as in torchvision's ResNets.
 """
 
@@ -14,8 +14,8 @@ from ..runtime.launching import launch_kernel
 from .kernel import PixelType, resnet_stem_kernel, resnet_stem_launch
 
 _CHANNELS, _KERNEL = 64, 7
-# Lowest compute capability with the tensor-core instructions of the kernel, and the only one with
-# those of the faster kernel.
+# Lowest compute capability that has the tensor-core instructions of `resnet_stem.cu`, and the only
+# one that has those of the faster `resnet_stem_sm90.cu`.
 _CAPABILITY, _WARPGROUP_CAPABILITY = (8, 0), (9, 0)
 # Sizes of the axes into which the padded weight [64, 4, 7, 8] is split: output channels (p, j, h),
 # input channels (l, e), rows r and columns (s, g, k) of the convolution's kernel. `_ARRANGED` is

@@ -1,9 +1,9 @@
-// Stem of a ResNet. Contract: resnet_stem/operation.py.
+// Stem of a ResNet. Specification: resnet_stem/operation.py.
 //
-// A block computes a tile of pooled pixels. It stores the normalised pixels that the tile needs in
-// shared memory, four channels each, of which the last is zero. A row of a tensor-core matrix is
-// then 16 neighbouring values in shared memory: four pixels, which are multiplied by four columns
-// of the convolution's kernel. A warp computes two rows of the convolution, half of the channels at
+// A block computes a tile of pooled pixels. The normalised pixels that the tile needs lie in shared
+// memory, four channels each. The fourth channel is zero. A row of a tensor-core matrix is 16
+// neighbouring values in shared memory: four pixels, which are multiplied by four columns of the
+// convolution's kernel. A warp computes two rows of the convolution, half of the channels at
 // a time, so that two blocks fit on a multiprocessor: one loads or pools while the other
 // multiplies.
 //
@@ -26,7 +26,7 @@ constexpr int PIXEL_MATRICES = 2 * COLUMNS / MATRIX, WEIGHT_MATRICES = CHANNELS 
 // conflicts.
 constexpr int PART = 2 * MATRIX_COLUMNS, DISTANCE = PART + 8;
 
-// A lane holds the address of one row of one of four matrices of 8x8 values.
+// Load four matrices of 8x8 values. In each lane, `row` is the address of one of their 32 rows.
 __device__ void load_matrix(unsigned (&matrix)[4], const void* row) {
     const auto address = static_cast<unsigned>(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -70,7 +70,7 @@ resnet_stem(const PIXEL* __restrict__ images, const long long* __restrict__ imag
     // First row and column of the tile of the convolution.
     const int first_row = 2 * pooled_row - 1, first_column = 2 * pooled_column - 1;
     const Map size = {height, width}, hidden = size.halved(), pooled = hidden.halved();
-    // Sizes beyond the padded images would let the loads read other memory.
+    // Clamp the sizes, so that loads do not read beyond the padded images.
     const Map image = {min(static_cast<int>(image_sizes[2 * blockIdx.z]), height),
                        min(static_cast<int>(image_sizes[2 * blockIdx.z + 1]), width)};
     const long long plane = static_cast<long long>(height) * width;

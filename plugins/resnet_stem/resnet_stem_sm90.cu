@@ -1,4 +1,4 @@
-// Stem of a ResNet on GPUs of compute capability 9.0. Contract: resnet_stem/operation.py.
+// Stem of a ResNet on GPUs of compute capability 9.0. Specification: resnet_stem/operation.py.
 //
 // A block computes a tile of pooled pixels, each warpgroup some of its rows. The normalised pixels
 // that the tile needs lie in shared memory, four channels each. The fourth channel is one, and its
@@ -111,7 +111,7 @@ resnet_stem_sm90(const PIXEL* __restrict__ images, const long long* __restrict__
     const int first_row = 2 * GROUPS * POOLED_ROWS * blockIdx.y - 1;
     const int first_column = 2 * pooled_column - 1;
     const Map size = {height, width}, hidden = size.halved(), pooled = hidden.halved();
-    // Sizes beyond the padded images would let the loads read other memory.
+    // Clamp the sizes, so that loads do not read beyond the padded images.
     const Map image = {min(static_cast<int>(image_sizes[2 * blockIdx.z]), height),
                        min(static_cast<int>(image_sizes[2 * blockIdx.z + 1]), width)};
     const long long plane = static_cast<long long>(height) * width;
@@ -122,7 +122,7 @@ resnet_stem_sm90(const PIXEL* __restrict__ images, const long long* __restrict__
                                                2 * first_column - KERNEL / 2, mean, std, 1.f);
     __syncthreads();
     if (threadIdx.x < CHANNELS) {
-        // The fourth value of the channel's row, in the first product.
+        // Store the bias as the fourth value of the channel's row in the first product.
         auto* blocks = reinterpret_cast<VALUE*>(shared.weights);
         blocks[(threadIdx.x / 8 * 2 * 8 + threadIdx.x % 8) * 8 + 3] = bias[threadIdx.x];
     }
@@ -135,8 +135,8 @@ resnet_stem_sm90(const PIXEL* __restrict__ images, const long long* __restrict__
                             hidden.has(0, first_column + own_column + 8)};
     VALUE* maps = shared.maps[group];
     float sums[2][2 * WORDS];
-    // Last row of the convolution, which the next pooled row needs again. The row before the first
-    // is outside of the map. Zeros there do not change a maximum.
+    // Latest row of the convolution, which the next pooled row needs again. A row above the map is
+    // zero, which does not change a maximum.
     unsigned last[WORDS] = {};
     int row = 2 * group * POOLED_ROWS;
     if (first_row + row >= 0) {

@@ -35,7 +35,8 @@ struct PixelTile {
 
     // Fill the tile. `first_row` and `first_column` are the position of its first pixel in the
     // image. `plane` is the number of values in a channel, `width` the number in a row, both with
-    // padding. Each of the block's THREADS threads loads AT_ONCE pairs before it stores them.
+    // padding. `fourth` is the value of the fourth channel. Each of the block's THREADS threads
+    // loads AT_ONCE pairs before it stores them.
     template <int THREADS, int AT_ONCE>
     __device__ void load(const PIXEL* images, long long plane, int width, Map image, int first_row,
                          int first_column, const float* mean, const float* std, float fourth) {

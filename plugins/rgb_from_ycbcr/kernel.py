@@ -11,8 +11,8 @@ def rgb_from_ycbcr_launch(images: int, height: int, width: int) -> Launch:
     """Return the grid and block of the kernel `RGB_FROM_YCBCR`.
 
     The input is a table [images, 7] int64. A row holds three GPU addresses (of an image's luma
-    plane, of its first chroma plane, which the second one follows, and of its RGB output), then
-    height and width of the image, then height and width of a chroma plane.
+    plane, of its two adjacent chroma planes, and of its RGB output), then height and width of the
+    image, then height and width of a chroma plane.
 
     Args:
         images: Number of rows of the table.

@@ -1,8 +1,8 @@
 """Conversion of decoded JPEG planes to RGB.
 
-Contract of all implementations: pixel values equal those that libjpeg-turbo computes from the same
-planes with its default settings, which are Pillow's. Chroma planes of half the width or height are
-interpolated linearly ("fancy upsampling"), in integers. Images of a single row or column may
+Specification of all implementations: pixel values equal those that libjpeg-turbo computes from the
+same planes with its default settings, which are Pillow's. Chroma planes of half the width or height
+are interpolated linearly ("fancy upsampling"), in integers. Images of a single row or column may
 differ, because their planes do not show whether the file halves the chroma along the short side.
 """
 
@@ -20,7 +20,8 @@ from .kernel import RGB_FROM_YCBCR, rgb_from_ycbcr_launch
 _CHANNELS = 3
 # Numbers per image in the argument `sizes`.
 _SIDES = 4
-# Maximum samples per row with which libjpeg-turbo repeats samples instead of interpolating them.
+# Maximum number of chroma samples per row up to which libjpeg-turbo repeats samples instead of
+# interpolating them.
 _MOST_REPEATED_COLUMNS = 2
 # ITU-R BT.601 coefficients, rounded to 16 fractional bits.
 _RED_OF_CR, _GREEN_OF_CB, _GREEN_OF_CR, _BLUE_OF_CB = 91881, 22554, 46802, 116130
@@ -40,8 +41,8 @@ class _Image(NamedTuple):
     chroma_width: int
 
 
-# One tensor holds all planes, and another one all images, because torch releases the GIL whenever a
-# tensor is freed, and the thread must then wait for the GIL.
+# One tensor holds all planes, and another one all images: whenever a tensor is freed, torch
+# releases the GIL, and the thread must wait to get it back.
 def rgb_from_ycbcr(planes: Tensor, sizes: Sequence[int]) -> Tensor:
     """Upsample chroma planes, and convert images to RGB.
 

@@ -1,4 +1,4 @@
-// Convert decoded JPEG planes to RGB. Contract: rgb_from_ycbcr/operation.py.
+// Convert decoded JPEG planes to RGB. Specification: rgb_from_ycbcr/operation.py.
 //
 // A thread computes one pixel. Chroma planes of half the width or height are interpolated: a sample
 // counts three times, and its neighbour on the pixel's side once.

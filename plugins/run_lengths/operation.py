@@ -42,9 +42,9 @@ def strings_from_runs(
     Returns:
         The compressed `counts` of COCO RLE, one string per mask.
     """
-    # COCO's encoding: from the fourth on, a length is replaced by its difference from the length
-    # two before it. Numbers are split into groups of five bits, lowest first. A sixth bit
-    # is set if more groups follow, and adding 48 makes the group a printable character.
+    # COCO's encoding: from the mask's fourth run on, a length is replaced by its difference from
+    # the length two runs before. Numbers are split into groups of five bits, lowest first. A sixth
+    # bit is set if more groups follow, and adding 48 makes the group a printable character.
     first_runs = np.cumsum(num_runs) - num_runs
     values = runs.copy()
     values[2:] -= runs[:-2]

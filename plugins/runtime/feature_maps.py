@@ -12,7 +12,7 @@ FEATURE_TYPES = {**FLOAT_TYPES, torch.float64: "double"}
 
 
 def check_features(features: Sequence[Tensor]) -> None:
-    """Check that kernels support feature maps.
+    """Check that the CUDA kernels support the given feature maps.
 
     Raises:
         ValueError: the maps differ in dtype, batch size or channels, or have an unsupported dtype,

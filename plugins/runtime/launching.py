@@ -88,11 +88,11 @@ def _bind_context(index: int) -> None:
 
 @functools.cache
 def _function(kernel: Kernel, device: torch.device) -> Any:
-    """Compile a kernel for a GPU, load it there, and return its driver handle."""
+    """Compile a kernel for a GPU, load it onto the GPU, and return its driver handle."""
     if torch.cuda.is_current_stream_capturing():
         raise KernelError(
-            f"kernel {kernel.name} cannot be loaded while a CUDA graph is captured; run the code "
-            f"to capture once on {device} before capturing it"
+            f"kernel {kernel.name} cannot be loaded while a CUDA graph is captured; before the "
+            f"capture, run the same code once on {device}"
         )
     major, minor = torch.cuda.get_device_capability(device)
     capability = 10 * major + minor
@@ -115,7 +115,7 @@ def _function(kernel: Kernel, device: torch.device) -> Any:
 def checked(result: tuple[Any, ...], problem: str) -> Any:
     """Return the first value of a CUDA driver call's result `(status, *values)`.
 
-    None: there are no values.
+    If there are no values, return None.
 
     Raises:
         KernelError: the call failed. The message begins with `problem`.

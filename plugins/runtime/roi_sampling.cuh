@@ -1,5 +1,5 @@
-// Sample positions of RoIAlign and its gradient in a feature pyramid. Contract:
-// pyramid_roi_align/operation.py.
+// Sample positions of RoIAlign and its gradient in a feature pyramid.
+// Specification: pyramid_roi_align/operation.py.
 //
 // Compile-time constants: FEATURE (type), LEVELS, OUTPUT_SIZE, SAMPLING_RATIO (0: adaptive),
 // FINEST_LEVEL (log2 of its stride), CANONICAL_LEVEL, CANONICAL_SIZE, ALIGNED, INCLUSIVE,
@@ -86,7 +86,7 @@ __device__ inline Samples samples_of(Real start, Real cell_size, int cell, int c
     return samples;
 }
 
-// Cells and weights of bilinear interpolation along one axis; low is -1 if the sample is outside.
+// Cells and weights of bilinear interpolation along one axis; low is -1 outside of the map.
 struct Tap {
     int low, high;
     Real low_weight, high_weight;

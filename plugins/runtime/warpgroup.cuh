@@ -34,10 +34,10 @@ struct SharedMatrix {
                  : SUMS_32                                                                       \
                  : "l"(a.bits), "l"(b.bits), "r"(static_cast<int>(keep)))
 
-// Queue the product of 64x16 values `a` and the transpose of 64x16 values `b`. It is added to the
-// sums, or replaces them if `keep` is false. Of the 64x64 sums, the thread with index t in the
-// warpgroup holds those of rows 16 * (t / 32) + t % 32 / 4 + 8 * i and columns
-// 8 * j + 2 * (t % 4) + k in sums[4 * j + 2 * i + k].
+// Queue the product of 64x16 values `a` and the transpose of 64x16 values `b`. The product is added
+// to the 64x64 sums, or replaces them if `keep` is false. The thread with index t in the warpgroup
+// holds, in sums[4 * j + 2 * i + k], the sum of row 16 * (t / 32) + t % 32 / 4 + 8 * i and column
+// 8 * j + 2 * (t % 4) + k.
 __device__ inline void queue_product(float (&sums)[32], SharedMatrix a, SharedMatrix b, bool keep,
                                      float16) {
     WARPGROUP_MULTIPLY("f16");
@@ -53,7 +53,7 @@ __device__ inline void start_products() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Close the group of the products that were queued since the last call.
+// Close the group of products that were queued since the previous call of this function.
 __device__ inline void end_products() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }

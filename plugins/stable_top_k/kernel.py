@@ -31,16 +31,16 @@ class Part(NamedTuple):
 
     # Index of the first entry.
     first: int
-    # Number of candidates: all entries at first, those that are left after pruning later.
+    # Number of candidates. At first, all entries; after pruning, the entries that are left.
     length: int
 
 
 def prune_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
-    """Return the kernel that removes entries that are not among the k largest of a part.
+    """Return the kernel that removes entries that cannot be among the k largest of a part.
 
     A part of a row is, for example, the scores of one pyramid level. It is cut into chunks of up to
     `CHUNK` entries. The kernel keeps the k largest entries of each chunk; `prune_launch` sets k.
-    It is launched until every part fits into one chunk, which `sort_kernel` can process.
+    The kernel is launched repeatedly until every part fits into one chunk, as `sort_kernel` needs.
 
     Args:
         value_type: `float`, `float16` or `bfloat16`.

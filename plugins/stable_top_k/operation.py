@@ -2,8 +2,8 @@
 
 A part of a row is, for example, the scores of one pyramid level.
 
-Contract of all implementations: of equal entries, that of the lower index comes first. Zeros of
-either sign are equal. NaN is larger than all numbers, and all NaN are equal. Both operations are
+Specification of all implementations: of equal entries, the one of lower index comes first. Zeros
+of either sign are equal. NaN is larger than all numbers, and all NaN are equal. Both operations are
 exported to ONNX with the standard operator TopK.
 """
 
@@ -32,7 +32,7 @@ from .kernel import (
     survivors,
 )
 
-# Entries per selected entry from which `_select_by_key` is faster on a CPU than a sort.
+# Minimum ratio of N to k for which `_select_by_key` is faster on a CPU than a sort.
 _KEYS_PAY_OFF = 8
 
 
@@ -159,8 +159,8 @@ def _select_by_key(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Each entry gets a different int64 key. Of all entries, the k largest have the k largest keys.
     """
-    # The bits of a float32 number, as an integer, have the order of the numbers if the lower bits
-    # of negative numbers are inverted.
+    # As integers, the bits of float32 numbers have the order of the numbers if all bits but the
+    # sign are inverted in negative numbers.
     bits = torch.where(values == 0, 0.0, values).view(torch.int32)
     ordered = torch.where(values.isnan(), 0x7FFFFFFF, bits ^ (bits >> 31 & 0x7FFFFFFF))
     last = values.shape[-1] - 1

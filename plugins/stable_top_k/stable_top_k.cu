@@ -1,12 +1,13 @@
-// Top k of each part of each row, ties broken by the lower index. Contract:
-// stable_top_k/operation.py.
+// Top k of each part of each row. Of equal entries, the one of lower index comes first.
+// Specification: stable_top_k/operation.py.
 //
 // A block reads a chunk of a part, THREADS * ITEMS entries, into registers. It converts the entries
 // to integer keys, which have the order of the values. By radix selection it finds the key of the
 // k-th largest entry, and writes the k largest entries in row order, which breaks ties.
-// `prune_top_k` does no more. It is launched until the remaining entries of a part fit into one
-// block. Then `sort_top_k` does the same, and sorts the k entries by a radix sort. Both skip bits
-// that all keys share, such as the low 13 of 32 if the values were computed in fp16.
+// `prune_top_k` does only this. It is launched repeatedly, until the remaining entries of a part
+// fit into one block. Then `sort_top_k` selects in the same way, and sorts the k entries by a radix
+// sort. Both kernels skip bits that all keys share, such as the low 13 of 32 if the values were
+// computed in fp16.
 //
 // Compile-time constants: VALUE (type), ITEMS, LEVELS (number of parts), MAX_K (largest number of
 // sorted entries, a power of two), THREADS.
@@ -76,7 +77,7 @@ __device__ unsigned key_of(Value value) {
     return isnan(wide) ? 0xffffffffu : key;
 }
 
-// Index of the thread's first entry in a chunk; the others follow at steps of a warp.
+// Index of the thread's first entry in a chunk. Its further entries are WARP entries apart.
 __device__ int first_place() {
     const int lane = threadIdx.x % WARP;
     return (threadIdx.x - lane) * ITEMS + lane;
@@ -160,7 +161,7 @@ __shared__ int counters[2 * THREADS];
 struct Threshold {
     // All wanted entries reach or exceed this key.
     unsigned key;
-    // Whether no other entries do. False: others may be equal to the key.
+    // Whether only wanted entries do. False: other entries may be equal to the key.
     bool is_exact;
 };
 
@@ -181,7 +182,7 @@ __device__ Threshold threshold_of_largest(const Keys& keys, int wanted) {
     }
     first = second = 0;
     unsigned differing = differing_bits(ones, zeros);
-    // So far only the bits that all keys share.
+    // At first, the key has only the bits that all keys share.
     Threshold threshold = {keys[0] & ~differing, false};
     while (differing != 0 && !threshold.is_exact) {
         const int top = KEY_BITS - 1 - __clz(differing), shift = max(0, top + 1 - SELECTED_BITS);
@@ -223,8 +224,8 @@ __device__ void place_largest(const Keys& keys, int wanted, const Store& store) 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) chosen |= (keys[i] >= threshold.key) << i;
     if (!threshold.is_exact) {
-        // Of the entries that are equal to the threshold, only the first are wanted. Totals are the
-        // number of entries above the threshold in the high half, and equal to it in the low half.
+        // Of the entries that are equal to the threshold, only the first are wanted. The high half
+        // of a total counts entries above the threshold, the low half entries equal to it.
         unsigned own = 0;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -272,7 +273,7 @@ __device__ void sort_block(Entry* entries, int count) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int row = 2 * threadIdx.x / WARP, column = 2 * threadIdx.x % WARP;
     int &first = *counter_of(row, column), &second = *counter_of(row, column + 1);
-    // The thread's entries follow at steps of a warp.
+    // Index of the thread's first entry. Its further entries are WARP entries apart.
     const int begin = warp * WARP * OWN + lane;
     Entry own[OWN];
     unsigned ones = 0, zeros = 0;

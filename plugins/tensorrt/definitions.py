@@ -90,8 +90,8 @@ def _implement_pooled(
 ) -> tuple[Kernel, Launch]:
     *features, rois = inputs
     if len(set(spatial_scales)) == 1:
-        # TensorRT 10.15 and older set all values of an array from the parser to the first one.
-        # Recompute the scales.
+        # In TensorRT 10.15 and older, all values of an array that the parser passes equal the first
+        # one. Recompute the scales.
         spatial_scales = [spatial_scales[0] / 2**level for level in range(len(features))]
     pooling = Pooling(
         spatial_scales=tuple(spatial_scales),
@@ -117,8 +117,8 @@ def _combine_pooled(*inputs: Any) -> list[tuple[str, str]]:
     *features, _rois = inputs
     levels = len(features)
     # Each choice: types of the maps, format of the maps, and format of the output. Channels-last
-    # maps allow both output formats, because convolutions read channels-last, and fully connected
-    # layers linear. HWC8 pads channels to a multiple of eight.
+    # maps allow both output formats: a convolution reads the output channels-last, a fully
+    # connected layer reads it as LINEAR. HWC8 pads channels to a multiple of eight.
     choices = [("FP32|FP16|BF16", "LINEAR", "LINEAR")]
     choices += [("FP32", "HWC", pooled) for pooled in ("LINEAR", "HWC")]
     if features[0].shape[1] % 8 == 0:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-# Function that is called from any thread with the severity, such as `ERROR`, and text of a message.
+# Function that is called, from any thread, with a message's severity (such as `ERROR`) and text.
 Listener = Callable[[str, str], None]
 
 # Severities that are errors.

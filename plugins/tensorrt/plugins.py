@@ -34,12 +34,12 @@ PLUGIN_NAMESPACE = "maskrcnn"
 # The only version that quickly deployable plugins can have.
 _VERSION = "1"
 
-# Annotations of attributes by Python type. They are arrays, because TensorRT 10 cannot read scalars
-# with NumPy 2.4 or later, and not `NDArray`, which it cannot read with NumPy 2.5 or later.
+# Annotations of attributes by Python type. They are arrays, because with NumPy 2.4 or later,
+# TensorRT 10 cannot read scalars. With NumPy 2.5 or later, it cannot read `NDArray` either.
 _FLOATS = np.ndarray[Any, np.dtype[np.float32]]
 _FIELDS = {int: np.ndarray[Any, np.dtype[np.int32]], float: _FLOATS, list: _FLOATS}
 
-# Errors of the plugins' functions since the last call of `plugin_errors`. TensorRT only prints
+# Errors of the plugins' functions since the latest call of `plugin_errors`. TensorRT only prints
 # them, and then fails without a reason.
 _errors: list[str] = []
 
@@ -69,7 +69,7 @@ def register_plugins(architecture: int) -> dict[str, str]:
 
 
 def plugin_errors() -> list[str]:
-    """Return the errors that the plugins have raised within TensorRT since the last call."""
+    """Return the errors that the plugins have raised since the previous call of this function."""
     errors = _errors.copy()
     _errors.clear()
     return errors
@@ -139,7 +139,7 @@ def _implementation(plugin: Plugin, trt: Any, trtp: Any, architecture: int) -> C
         for index, scalar in enumerate(launch.scalars):
             # Arithmetic turns a size into a SymIntExpr, which lacks the bit width of SymInt32.
             scalars[index] = trtp.SymInt32(scalar)
-        # Unique, because a plan can hold variants of a kernel that differ in their constants only.
+        # A unique name, because a plan can hold kernels that differ only in their constants.
         entry = unique_entry(kernel, known)
         ptx = compile_kernel(kernel, known, "ptx", entry).rstrip(b"\0").decode()
         return entry, ptx, trtp.KernelLaunchParams(*launch.grid, *launch.block), scalars

@@ -67,7 +67,7 @@ class Stream(Protocol):
         """Record an event after all work that has been queued on this stream so far."""
 
     def wait(self, event: Any) -> None:
-        """Make this stream wait for another stream's event before it runs work queued later."""
+        """Make work that is queued on this stream from now on wait for another stream's event."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
         """Queue a copy of the pinned array `host` to the GPU address `address`."""
@@ -221,8 +221,8 @@ class BatchRunner:
         """Compute a batch and wait for it. Thread-safe. The CUDA context must be current.
 
         Args:
-            inputs: Input arrays by name. If the shape in `specs` has more rows than an array, the
-                additional rows are zero.
+            inputs: Input arrays by name. An array that has fewer rows than its shape in `specs` is
+                padded with rows of zeros.
             specs: Shape and dtype of each input and output by name.
             launch: Function that queues the computation. Its arguments are a mapping from tensor
                 names to GPU addresses, and the handle of the stream to queue on. It is called by
@@ -267,7 +267,7 @@ class LaunchGraphs:
 
     def __init__(self) -> None:
         """Load CUDA's driver library, `libcuda.so.1`, which must be installed."""
-        # Called through ctypes, because pycuda has no functions for graphs.
+        # The driver is called through ctypes, because pycuda has no functions for CUDA graphs.
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._graphs: dict[Hashable, ctypes.c_void_p] = {}
         self._captures = True
@@ -297,7 +297,10 @@ class LaunchGraphs:
             self._captures = False
             # As text: a log record that holds the error would keep TensorRT's objects alive.
             reason = str(error)
-            _log.warning("batches are launched without CUDA graphs, which is slower: %s", reason)
+            _log.warning(
+                "cannot capture a CUDA graph (%s); batches run without new graphs, which is slower",
+                reason,
+            )
 
     def close(self) -> None:
         """Release the graphs. No graph may be in flight. The CUDA context must be current."""

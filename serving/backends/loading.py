@@ -91,7 +91,7 @@ def load_backend(
         BackendError: the backend is unknown, does not run on this machine, or does not support
             `max_batch`, or memory runs out.
     """
-    # CUDA reads the variable when it is first used in a process.
+    # CUDA reads this variable only once, when the process first uses CUDA.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(_HARDWARE_QUEUES))
     choice = choose_backend(bundle, manifest, precision, name)
     if choice.faults:

@@ -27,9 +27,9 @@ _log = logging.getLogger(__name__)
 _CUDA = "CUDAExecutionProvider"
 # Name of the batch dimension in exported models.
 _BATCH_AXIS = "batch"
-# Key of the session for all batch sizes, in dicts of sessions by batch size.
+# Key of a session that computes batches of any size, in place of the batch size.
 _ANY = -1
-# Memory limit of a GPU session in bytes: a constant, and an addition per pixel of its batch. The
+# Memory limit of a GPU session in bytes: a constant, plus an amount per pixel of its batch. The
 # limit is more than twice the memory that a session with small convolution workspaces needs.
 _AMPLE_BYTES, _AMPLE_BYTES_PER_PIXEL = 1 << 30, 3 << 10
 # ONNX Runtime's exceptions for a model file that is missing, damaged or empty.
@@ -47,8 +47,8 @@ class OnnxRuntimeBackend:
     per pair of input size and batch size; smaller batches are padded.
     """
 
-    # On a GPU a convolution keeps only cuDNN's plan for its last shape. If one session computed all
-    # batch sizes, each change of the size would cost more than the batch itself.
+    # On a GPU a convolution keeps only cuDNN's plan for its most recent input shape. If one session
+    # computed all batch sizes, each change of the batch size would cost more than the batch itself.
 
     name = "onnxruntime"
     concurrency = 1
@@ -127,7 +127,7 @@ class OnnxRuntimeBackend:
         Returns:
             Function that computes the batch and waits for it. It returns an `OrtValue` on the
             device for each of `model.bundle.spec.OUTPUT_NAMES`. If the batch is padded, the outputs
-            include the rows of the padding.
+            include results for the padding.
         """
         session, inputs = self._prepare(bucket, images, image_sizes)
         binding = session.io_binding()
@@ -191,9 +191,9 @@ class OnnxRuntimeBackend:
         """
         # ONNX Runtime uses the first convolution algorithm that cuDNN returns, however much memory
         # its workspace takes: 36 GB for one convolution of eight images without tensor cores.
-        # Therefore the session gets a memory limit. If it runs out of memory, a session with
-        # low-memory algorithms replaces it. If that fails too, the sessions for smaller batches are
-        # released, and smaller batches are padded to this size from then on.
+        # Therefore the session gets a memory limit. If this session runs out of memory, a session
+        # with low-memory algorithms replaces it. If that fails too, the sessions for smaller
+        # batches are released, and smaller batches are padded to this size from then on.
         inputs = self._inputs(bucket, *black_batch(bucket, size))
         ample = _AMPLE_BYTES + _AMPLE_BYTES_PER_PIXEL * size * bucket.height * bucket.width
         smaller = self._sessions.get(bucket, {})
@@ -201,7 +201,7 @@ class OnnxRuntimeBackend:
             for memory_bound in (ample, None):
                 session = self._new_session(bucket, size, memory_bound)
                 try:
-                    # Twice, because the first run fragments the memory, and the second needs more.
+                    # Run twice: the first run fragments the memory, and the second run needs more.
                     for _ in range(2):
                         session.run(OUTPUT_NAMES, inputs)
                 except Exception as error:  # exhausted memory has no exception type of its own
@@ -287,6 +287,6 @@ def cuda_options(precision: Precision, memory_bound: int | None) -> dict[str, st
 
 
 def _padded(rows: NDArray[Any], count: int) -> NDArray[Any]:
-    """Append rows of zeros until there are `count` rows."""
+    """Pad an array with zeros until its first dimension has the length `count`."""
     missing = [(0, count - len(rows)), *[(0, 0)] * (rows.ndim - 1)]
     return np.pad(rows, missing) if len(rows) < count else rows

@@ -40,7 +40,7 @@ _FREE_MEMORY: Final = (
     "--precision"
 )
 
-# Text of the remedy, by regular expression that TensorRT's error message matches.
+# Remedies for TensorRT's errors, by a regular expression that is searched in the error message.
 _REMEDIES: Final = {
     r"out\s?of\s?memory|insufficient memory": _FREE_MEMORY,
     r"find plugin|plugin\S* not found|plugin creator": "export the engine again with this version "
@@ -96,7 +96,7 @@ def check_plans(
 
     Args:
         kind: Engine kind of the plans: `tensorrt` or `tensorrt-rtx`.
-        artifacts: Manifest entries of the plans, which are loaded together.
+        artifacts: Manifest entries of the plans. All these plans are to be loaded together.
         machine: Properties of the machine, from `probe_machine`.
         plan_bytes: Total size of the plan files in bytes. The plans need at least as much GPU
             memory.

@@ -71,8 +71,8 @@ class TensorRTBackend:
         # ones, so TensorRT-RTX runs without graphs.
         self._graphs = LaunchGraphs() if kind == "tensorrt" else None
         self._plans: dict[ShapeBucket, Plan] = {}
-        # `resources` releases TensorRT's objects and memory in reverse order. The CUDA context must
-        # be current then.
+        # `resources` releases TensorRT's objects and memory in reverse order. Close it only while
+        # the CUDA context is current.
         with self._driver.current(), ExitStack() as resources:
             if self._cache is not None:
                 resources.callback(self._cache.close)
@@ -177,7 +177,7 @@ class TensorRTBackend:
         needed = scratch + (self.concurrency + 1) * sum(sizes.values())
         check_memory(needed, self._driver.free_memory())
         memory = resources.enter_context(closing(self._driver.new_memory(scratch)))
-        # Runs before `memory` is released, because the plans' contexts use it.
+        # Release the plans before `memory`, because their execution contexts use `memory`.
         resources.callback(self._plans.clear)
         for plan in plans:
             plan.use_scratch(memory.address, scratch)

@@ -38,7 +38,7 @@ class TorchBackend:
     def __init__(
         self, bundle: Path, manifest: Manifest, precision: Precision, max_batch: int
     ) -> None:
-        """Load the bundle's programs of a precision onto the current GPU.
+        """Load the bundle's exported torch programs of one precision onto the current GPU.
 
         If torch finds no GPU, the programs are loaded onto the CPU.
 
@@ -76,7 +76,7 @@ class TorchBackend:
                 bucket: GraphedProgram(program, bucket, self._dtypes[bucket], max_batch, pool)
                 for bucket, program in self._programs.items()
             }
-            # One for each in-flight batch.
+            # Free slots. Each in-flight batch holds one slot.
             self._slots: queue.SimpleQueue[BatchSlot] = queue.SimpleQueue()
             for _ in range(self.concurrency):
                 self._slots.put(BatchSlot(device))
@@ -87,11 +87,11 @@ class TorchBackend:
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
-        """Input sizes of the programs."""
+        """Input sizes of the exported torch programs."""
         return tuple(self._programs)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run the program of every input size. On a GPU, capture its CUDA graphs.
+        """Run the torch program of every input size. On a GPU, capture its CUDA graphs.
 
         Each program has one graph for each of `batch_sizes(max_batch)`. The method raises the same
         errors as `infer`.
@@ -129,16 +129,20 @@ class TorchBackend:
     def infer_on_device(
         self, bucket: ShapeBucket, images: Tensor, image_sizes: Tensor
     ) -> ModelOutputs[Tensor]:
-        """Queue a batch on torch's current CUDA stream; on the CPU, compute it. Thread-safe.
+        """Run the model on a batch that is in the memory of the backend's device. Thread-safe.
+
+        On a GPU, the computation is queued on torch's current CUDA stream. On the CPU, it is
+        complete when this method returns.
 
         Args:
             bucket: One of `buckets`.
             images: [B, 3, bucket.height, bucket.width] RGB in 0..255, uint8 or float32, on the
-                device. They are converted to the program's dtype.
+                device. They are converted to the input dtype of the exported torch program.
             image_sizes: [B, 2] int64 on the device, height and width before padding.
 
         Returns:
-            New tensors on the device, valid once the stream has run the queued work.
+            New tensors on the device. On a GPU, they are valid once the stream has run the queued
+            work.
 
         Raises:
             BackendError: the batch is larger than the backend's `max_batch`, or memory runs out.
@@ -174,7 +178,7 @@ class TorchBackend:
 
 
 def _warn_if_not_compiled(artifacts: Sequence[Artifact], device: torch.device) -> None:
-    """Log a warning for each program that must be compiled for the GPU `device`.
+    """Log a warning for each torch program that must be compiled for the GPU `device`.
 
     Such a program is not compiled yet, or was compiled for another compute capability or another
     version of torch or Python.
@@ -183,14 +187,15 @@ def _warn_if_not_compiled(artifacts: Sequence[Artifact], device: torch.device) -
         compiled = artifact.compiled
         if compiled is None:
             _log.warning(
-                "%s was exported without a GPU and is compiled now, which takes a minute; export "
-                "it on this machine to start faster",
+                "the torch program %s was exported without a GPU and is compiled now, which takes "
+                "a minute; export the bundle on this machine to start faster",
                 artifact.path,
             )
         elif compiled.target != (here := current_target(device)):
             _log.warning(
-                "%s was compiled by %s, but this machine has %s: it is compiled again, which takes "
-                "a minute; export it here to start faster",
+                "the torch program %s was compiled by %s, but this machine has %s; the program is "
+                "compiled again now, which takes a minute; export the bundle on this machine to "
+                "start faster",
                 artifact.path,
                 *map(_format_target, (compiled.target, here)),
             )
@@ -230,9 +235,9 @@ class _Capture(NamedTuple):
 
 
 class GraphedProgram:
-    """Torch program that runs as CUDA graphs, one per batch size.
+    """Exported torch program that runs as CUDA graphs, one per batch size.
 
-    Each graph is captured at the first batch of its size.
+    Each graph is captured when the first batch of its size is queued.
     """
 
     def __init__(

@@ -33,16 +33,17 @@ KEEPALIVE_S = 30.0
 _PING_TIMEOUT_MS = 20_000
 # gRPC reads the largest int32 as "no limit" or "never".
 _UNLIMITED = 2**31 - 1
-# Time limit for gRPC to report the state of a channel. It does so at once unless the channel was
-# closed meanwhile.
+# Time limit in seconds for gRPC to report the state of a channel. gRPC reports the state at once,
+# unless the channel was closed meanwhile.
 _STATE_TIMEOUT_S = 1.0
-# Exceptions that a failed gRPC call raises. If the channel is closed, it is one of the last three.
+# Exceptions that a failed gRPC call raises. On a closed channel, the call raises one of the
+# last three.
 _CALL_ERRORS = grpc.RpcError, ValueError, grpc.aio.UsageError, asyncio.CancelledError
 
 # Full name of the gRPC service.
 SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
 
-# Texts in errors that gRPC generates on the client; their status alone is ambiguous.
+# Texts that identify errors that gRPC generates on the client. Their status code is ambiguous.
 _CLIENT_DEADLINE = "Deadline Exceeded"
 _MESSAGE_TOO_LARGE = "message larger than max"
 _CERTIFICATE_ERRORS = "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed"
@@ -169,8 +170,8 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
     """Return the options of a channel: retries, round-robin load balancing, keepalive.
 
     gRPC retries a request that the server rejects as overloaded, or that reaches no server. The
-    first pause is 0.1 s, and each further pause is three times as long, with 20 % jitter. If a host
-    name has several addresses, requests alternate between them.
+    pause before the first retry is 0.1 s, and each further pause is three times as long, with 20 %
+    jitter. If a host name has several addresses, requests alternate between them.
 
     Args:
         retries: Maximum number of retries of a request, 0..MAX_RETRIES.
@@ -183,7 +184,7 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
         ValueError: A value is out of range.
     """
     if not 0 <= retries <= MAX_RETRIES:
-        raise ValueError(f"retries is {retries}; gRPC retries 0 to {MAX_RETRIES} times")
+        raise ValueError(f"retries is {retries}; it must be 0 to {MAX_RETRIES}, the limit of gRPC")
     if not keepalive_s >= 1:
         raise ValueError(
             f"keepalive_s is {keepalive_s}; gRPC sends at most one ping a second, so give 1 or more"
@@ -333,9 +334,9 @@ def _unreachable_message(address: str, details: str) -> str:
     failed = _FAILED_ADDRESS.search(details)
     is_named = failed is not None and unquote(failed[1]).strip("[]") not in address
     hint = (
-        "; if one runs already, this may be the error of another address of its host: check the "
-        "port and whether it requires TLS (--tls) or a client certificate (--certificate), or "
-        "connect to its IP address to see its error"
+        "; if a server already runs on this host, the error may come from another IP address of "
+        "the host: check the port and whether the server requires TLS (--tls) or a client "
+        "certificate (--certificate), or connect to the server's IP address to see its own error"
     )
     return (
         f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`"

@@ -337,7 +337,7 @@ class AsyncDetectorClient(Connection):
         image: ImageSource,
         request_id: str = "",
     ) -> pb.DetectRequest:
-        # In a thread, because it reads files and encodes PNG.
+        # In a thread, because reading a file and encoding PNG would block the event loop.
         request = await asyncio.to_thread(
             request_from_image, image, options, scheduling, request_id
         )

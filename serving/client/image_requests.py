@@ -31,8 +31,8 @@ ImageOutcome = Detections | ClientError | OSError
 
 TOO_LARGE_REMEDY = "send a smaller image, or start the server with a higher --max-message-mb"
 
-# gRPC's default message limit. For smaller requests the server's limit is not fetched, because few
-# servers have a lower one.
+# gRPC's default message limit in bytes. For smaller requests the server's limit is not fetched,
+# because few servers have a limit below gRPC's default.
 _UNCHECKED_BYTES = 4 << 20
 _STATUS_FROM_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
@@ -104,7 +104,8 @@ def is_large(request: pb.DetectRequest) -> bool:
 def is_unreachable(state: grpc.ChannelConnectivity) -> bool:
     """Return whether a channel in this state could not connect to the server.
 
-    If so, do not fetch the server's limits. The images would wait for the fetch one by one.
+    If so, the caller must not fetch the server's limits: the fetch would fail for each image, one
+    image after the other.
     """
     return state is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 

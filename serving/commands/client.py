@@ -25,7 +25,7 @@ _SCHEDULING_OPTIONS = (
     click.option("--model", default="", help="Name of the model. Default: the server's first one."),
     click.option(
         "--precision", type=click.Choice(get_args(Precision)),
-        help="Precision of inference, one of those that the server serves. Default: its first one.",
+        help="Precision of inference; the server must serve it. Default: the server's first one.",
     ),
     click.option(
         "--priority", type=click.IntRange(1, 3), default=2, show_default=True,
@@ -33,7 +33,8 @@ _SCHEDULING_OPTIONS = (
     ),
     click.option(
         "--server-timeout", "server_timeout_s", type=_SECONDS,
-        help="Time limit of a request in the server, in seconds. The server's limit may be lower.",
+        help="Time limit of a request in the server, in seconds. If the server's own limit is "
+        "lower, that limit applies.",
     ),
 )  # fmt: skip
 _CONNECTION_OPTIONS = (
@@ -100,7 +101,7 @@ def client(
     "--service",
     default="",
     help="Service or model to check. 'liveness' checks only that the process responds. Default: "
-    "the server with its model.",
+    "the server and its first model.",
 )
 @click.option(
     "--timeout",
@@ -138,6 +139,6 @@ def health(host: str, service: str, timeout_s: float, **security: Any) -> None:
     if response.status != pb.HealthCheckResponse.SERVING:
         raise ServingError(
             f"the server at {host} reports {state}, because its model is loading or unloaded, no "
-            "worker process is up, or it is stopping; check again later"
+            "worker process is up, or the server is stopping; check again later"
         )
     click.echo(state)

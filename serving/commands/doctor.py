@@ -28,11 +28,11 @@ FOLDER: Final = "runs/first"
 REPORT: Final = Path(FOLDER, "report")
 _BUNDLE: Final = f"{FOLDER}/bundle"
 _EVALUATION: Final = f"maskrcnn eval {_BUNDLE} data/synthetic"
-# Folder that only a checkout of the repository has. One of the steps runs its tests.
+# Folder of tests that one of the steps runs. Only a checkout of the repository has this folder.
 _TESTS: Final = Path("tests/plugins")
 # Largest accepted difference in box AP (0..1) between TensorRT in fp16 and ONNX Runtime in fp32.
 _AP_TOLERANCE: Final = 0.005
-# Lines of a command's output that are shown if it fails.
+# If a step fails, this many lines at the end of its output are shown.
 _SHOWN_LINES: Final = 15
 
 _DISTRIBUTIONS: Final = (
@@ -69,7 +69,7 @@ class FirstRunStep(NamedTuple):
     patterns: tuple[str, ...] = ()
     # Regular expression that the output must not match. "": there is no such expression.
     fault: str = ""
-    # File that is copied into the report folder if the step fails. "": no file.
+    # File that is copied into the report folder if the step fails. "": copy no file.
     file: str = ""
 
 
@@ -152,7 +152,7 @@ STEPS: Final = (
     type=click.IntRange(1, len(STEPS)),
     default=1,
     show_default=True,
-    help="With --tensorrt: number of the first step to run, if an earlier run passed those before.",
+    help="With --tensorrt: number of the step to begin with. Steps before it are not run.",
 )
 def doctor(tensorrt: bool, first: int) -> None:
     """Show versions and GPUs of this machine; with --tensorrt, check TensorRT from end to end.

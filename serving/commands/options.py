@@ -32,8 +32,8 @@ REPORT_OPTIONS = (
         default=("pictures", "coco"), show_default=True,
         help="Output format; repeat the option for several. `pictures`: a PNG of each image with "
         "its detections drawn. `coco`: one detections.json in COCO format. `numpy`: an NPZ of the "
-        "arrays of each image. A result has the name of its image without the suffix, as street "
-        "for street.jpg. If several images share that name, the suffix is kept.",
+        "arrays of each image. A PNG or NPZ has the name of its image, as street.png for "
+        "street.jpg. If several images share that name, it includes the suffix, as street.jpg.png.",
     ),
     click.option(
         "--score-threshold", type=FiniteRange(0, 1), default=0.5, show_default=True,
@@ -185,7 +185,8 @@ def bundle_for_backend(
             ONNX Runtime otherwise.
         precisions: Precisions to export. Empty: fp32.
         buckets: Input sizes to export. Empty: the model's own input sizes.
-        before_export: Function that is called before an export. Its errors are raised.
+        before_export: Function that is called before an export. If it raises an error, nothing is
+            exported, and the error is raised.
 
     Raises:
         click.UsageError: The reference is a single graph or engine.

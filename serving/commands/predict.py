@@ -43,7 +43,7 @@ def _source(value: str) -> Path | str:
     type=click.IntRange(min=1),
     default=ServeConfig().max_batch,
     show_default=True,
-    help="Batch size on a GPU.",
+    help="Maximum batch size on a GPU.",
 )
 @click.option(
     "--ray",

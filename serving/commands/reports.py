@@ -54,8 +54,8 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
     for path, image_id in zip(files, image_ids(list(files)), strict=True):
         if image_id in owners:
             raise click.UsageError(
-                f"{owners[image_id]} and {path} would both be image {image_id} in the results; "
-                "give them to separate runs with different --output folders"
+                f"{owners[image_id]} and {path} would both have the image ID {image_id} in the "
+                "results; give them to separate runs with different --output folders"
             )
         owners[image_id] = path
     if not files:
@@ -192,7 +192,7 @@ class _Report:
             _write(self._folder / f"{stem}.npz", file.getvalue())
         if "pictures" in self._formats:
             try:
-                # Fails if the file has been replaced by one with more pixels.
+                # Raises an ImageError if the file has been replaced by one with more pixels.
                 annotated = annotated_png(read_image_file(path), outcome)
             except (OSError, ImageError) as error:  # the input file was replaced or deleted
                 return f"the annotated image was not drawn: {_failure_message(error)}"

@@ -65,7 +65,7 @@ def config_from_options(values: dict[str, Any]) -> ServeConfig:
         name = str(next(iter(error.errors()[0]["loc"]), ""))
         if name:
             message = message.replace(name, _spelling(name), 1)
-            # "or null" applies to YAML files. A user of options leaves the option out.
+            # In a YAML file, a setting can be null. On the command line, the option is left out.
             message = message.replace(", or null", ", or leave it out")
         raise click.UsageError(message) from None
 
@@ -161,12 +161,13 @@ def _read_environment_and_file(
 def _check_environment() -> None:
     known = [_variable(name) for name in ("config", *ServeConfig.model_fields)]
     known += [MIRROR_VARIABLE, CHECKSUMS_VARIABLE]
-    # Kubernetes sets some variables with the name of a setting, such as MASKRCNN_PORT.
+    # For a service named maskrcnn, Kubernetes sets variables such as MASKRCNN_PORT.
     for name, value in os.environ.items():
         if name.startswith(_PREFIX) and value.startswith(("tcp://", "udp://")):
             raise click.UsageError(
-                f"the environment variable {name} is {value}, which Kubernetes sets for a service; "
-                "set `enableServiceLinks: false` in the specification of the pod"
+                f"the server reads environment variables {_PREFIX}... as settings, but Kubernetes "
+                f"has set {name} to {value} for a service; set `enableServiceLinks: false` in the "
+                "specification of the pod"
             )
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in known:
@@ -266,8 +267,8 @@ def _sources_of(argument: str, config: ServeConfig) -> list["ModelSource"]:
         return [ModelSource(folder, _checked(name, reference), None)]
     if versions_in(folder) and not (folder / MANIFEST_NAME).exists():
         raise click.UsageError(
-            f"{reference} holds versions of a model, which needs a name; give it one, as in "
-            f"{folder.resolve().name}={reference}"
+            f"{reference} holds versions of a model without a name; give the name in the argument "
+            f"NAME=MODEL, as in {folder.resolve().name}={reference}"
         )
     bundle = bundle_for_backend(reference, config.backend, config.precision)
     if not name:
@@ -291,12 +292,12 @@ def _models_in(folder: Path) -> list[Path]:
 def _checked(name: str, reference: str | Path) -> str:
     """Return `name` if it is a valid model name. Otherwise raise `click.UsageError`.
 
-    The error message shows the model reference `reference` in an example.
+    `reference` is the model's argument, which the error message shows in an example.
     """
     if not re.fullmatch(MODEL_NAME, name):
         raise click.UsageError(
-            f"{name!r} is not a model name; use letters, digits, '.', '_' and '-', as in "
-            f"street={reference}"
+            f"{name!r} is not a model name; use letters, digits, '.', '_' and '-', and give name "
+            f"and model as NAME=MODEL, such as street={reference}"
         )
     return name
 

@@ -48,7 +48,7 @@ class ModelInput(NamedTuple):
 class PlannedImage(NamedTuple):
     """Source image with preprocessing parameters that were computed from the image's header."""
 
-    # In a worker, an encoded image is a view of the memory that it shares with the server.
+    # In a worker process, an encoded image is a view of memory shared with the server's process.
     source: SourceImage | memoryview
     header: ImageHeader
     # Input size of the model, to which the image is padded.
@@ -63,7 +63,7 @@ class PlannedImage(NamedTuple):
         return self.header.size
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[Any, ...]]:
-        """Pickle encoded images as out-of-band buffers, so that pickle does not copy the files."""
+        """Make pickle pass an encoded image as an out-of-band buffer, without a copy."""
         return PlannedImage, (out_of_band(self.source, protocol), *self[1:])
 
 
@@ -81,8 +81,8 @@ class ImageRequest(NamedTuple):
         return self.image.bucket
 
 
-# Entry of a batch: the request for an image, or the error if the image is invalid. An invalid
-# image's row in the model's input stays black.
+# Entry of a batch: the request for an image, or the error if the image is invalid. The model's
+# input for an invalid image is black.
 BatchEntry = ImageRequest | ImageError
 
 # Name of the step that computes the model.
@@ -217,7 +217,10 @@ class Engine(Protocol[Item, Result]):
 
 
 class EngineLoader(Protocol[Item, Result]):
-    """Picklable object that loads an engine in a worker process. `str` names it in messages."""
+    """Picklable object that loads an engine in a worker process.
+
+    Messages contain `str(loader)`.
+    """
 
     def load(self) -> Engine[Item, Result]:
         """Load the engine.

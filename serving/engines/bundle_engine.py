@@ -63,7 +63,7 @@ class BundleLoader:
 
 
 class HostEngine:
-    """Engine for any backend: decoded and padded images in, the model's outputs out."""
+    """Engine for any backend. It takes resized and padded images and returns model outputs."""
 
     def __init__(self, backend: Backend) -> None:
         """Take ownership of a backend. Closing the engine closes the backend."""
@@ -91,9 +91,10 @@ class HostEngine:
 
 
 class DeviceEngine:
-    """End-to-end engine of a `DeviceBackend`: image files in, encoded responses out.
+    """End-to-end engine of a `DeviceBackend`.
 
-    Each batch passes all steps in the thread that calls `compute`.
+    It takes source images and returns encoded responses. Each batch passes all steps in the thread
+    that calls `compute`.
     """
 
     # One batch before the model, one in the model and one after it keep the model busy. While three
@@ -106,8 +107,8 @@ class DeviceEngine:
 
         Args:
             backend: Loaded backend. Closing the engine closes it.
-            steps: Processing steps of a batch, from image files to detections or responses. Their
-                step for the model must run on `backend`.
+            steps: Processing steps of a batch, from image files to detections or responses. The
+                step that runs the model must use `backend`.
         """
         self._backend = backend
         self._compute = StepChain(steps)
@@ -130,7 +131,7 @@ class DeviceEngine:
             self.compute([request] * batch)
 
     def compute(self, items: Sequence[ImageRequest]) -> list[TimedResponse[Any] | ImageError]:
-        """Return, for each request, the encoded response or, if the image is invalid, the error."""
+        """Return one result per request: the encoded response, or the error of an invalid image."""
         return [
             _encoded(item, outcome) if isinstance(outcome, Detections) else outcome
             for item, outcome in zip(items, self._compute(items), strict=True)

@@ -20,13 +20,13 @@ from ..detections import MaskFormat, Timing
 from ..messages import class_fields, encode_detections, response_with_detections
 from .base import BatchEntry, ImageRequest, aligned_layout
 
-# Pauses between polls of an event, in seconds: the first pause, and the default of the longest one.
+# Pauses between polls of an event, in seconds: the first pause, and the default maximum.
 FIRST_PAUSE_S: Final = 1e-4
 LONGEST_PAUSE_S: Final = 5e-4
 
-# Maximum number of bytes of a detection in a message, without the fields that depend on its class
-# and without the characters of its mask: 27 for score and box, and 6 for each of five lengths and
-# sizes with their tags.
+# Maximum size in bytes of a serialised detection, not counting the fields that depend on its class
+# and the characters of its mask: 27 for score and box, and 6 for each of five lengths and sizes,
+# including its tag.
 _FIELDS_LENGTH: Final = 57
 
 
@@ -70,7 +70,8 @@ class ReadBatch(NamedTuple):
     requests: Sequence[ImageRequest]
     # Contents of the files that the device decodes, each [bytes] uint8.
     files: Sequence[Tensor]
-    # For each request, [3, h, w] decoded and resized on the CPU. None: the device decodes it.
+    # For each request, the image [3, h, w] decoded and resized on the CPU, or its error. None: the
+    # device decodes the image.
     from_host: Sequence[Tensor | ImageError | None]
 
 
@@ -91,7 +92,7 @@ class PreparedBatch(NamedTuple):
     limits: Tensor
     # [B, 2] float64, maximum number of detections and score threshold in each request.
     selections: Tensor
-    # Event before decoding.
+    # Event recorded before decoding.
     begin: StreamEvent
     # The tensors are valid after this event.
     ready: StreamEvent
@@ -118,8 +119,8 @@ class PastedBatch(NamedTuple):
     detections: Sequence[NDArray[Any]]
     # RLE masks on the device. None: no request needs them.
     rles: EncodedMasks[Tensor] | None
-    # Host arrays by mask format, if requests need more than messages. RLE: the fields of
-    # `EncodedMasks`. PROBABILITIES: one array, the masks in `ModelOutputs`.
+    # Host arrays by mask format, for requests whose response the device does not serialise. RLE:
+    # the fields of `EncodedMasks`. PROBABILITIES: one array, the masks in `ModelOutputs`.
     encoded: Mapping[MaskFormat, Sequence[NDArray[Any]]]
     # The outputs of `detection_messages` as host arrays. None: no request needs them.
     messages: Sequence[NDArray[Any]] | None
@@ -146,8 +147,9 @@ def timing_of(batch: PastedBatch, host_s: float) -> Timing:
 def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return an array as a tensor on `device`.
 
-    On a GPU, the current stream fills the tensor later, from a pinned copy of the array. Therefore
-    the array may be changed after this call. On the CPU, the tensor shares the array's memory.
+    On a GPU, the current stream fills the tensor asynchronously, from a pinned copy of the array.
+    The caller may change the array after this call. On the CPU, the tensor shares the array's
+    memory.
     """
     host = torch.from_numpy(array)
     if device.type == "cuda":
@@ -215,17 +217,23 @@ def class_table(categories: Sequence[Category], device: torch.device) -> ClassTa
 
 
 def message_overhead(classes: ClassTable) -> int:
-    """Return the maximum length of a serialised detection without the characters of its mask."""
+    """Return the maximum size in bytes of a serialised detection without its mask's characters."""
     return classes.fields.shape[1] + _FIELDS_LENGTH
 
 
 def is_serialised_on_device(request: ImageRequest) -> bool:
-    """Return whether the device serialises the response to a request, if all masks fit."""
+    """Return whether the device is to serialise the response to a request.
+
+    It cannot do this if a mask exceeds the encoder's buffers; see `device_response`.
+    """
     return request.encoder is encode_detections and request.options.mask_format is MaskFormat.RLE
 
 
 def selections_of(requests: Sequence[ImageRequest]) -> NDArray[np.float64]:
-    """Return the field `selections` of a batch's `DetectionBatch`, on the host."""
+    """Return each request's maximum number of detections (or infinity) and score threshold.
+
+    The array [B, 2] is the field `selections` of `DetectionBatch`, on the host.
+    """
     options = [request.options for request in requests]
     return np.array(
         [
@@ -237,7 +245,10 @@ def selections_of(requests: Sequence[ImageRequest]) -> NDArray[np.float64]:
 
 
 def device_response(batch: PastedBatch, row: int, request: ImageRequest) -> bytes | None:
-    """Return the response to a request that the device has serialised. None: it has not."""
+    """Return the response that the device has serialised for one request of a batch.
+
+    `row` is the index of `request` in the batch. None: the device has not serialised the response.
+    """
     if batch.messages is None or not is_serialised_on_device(request):
         return None
     data, spans = batch.messages

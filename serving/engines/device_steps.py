@@ -1,7 +1,7 @@
 """Processing of batches on the GPU: image files in, detections or serialised responses out.
 
-Preparation of the input, the model and mask encoding each have a CUDA stream, so that these steps
-of successive batches overlap. Masks that exceed the encoder's buffers are encoded again in one more
+Input preparation, inference and mask encoding each have their own CUDA stream, so that these steps
+of successive batches overlap. Masks that exceed the encoder's buffers are encoded again in a fourth
 stream. A batch's tensors are freed after its last step, when no stream uses them. Decoded images
 can be large, so they are freed as soon as they are padded.
 """
@@ -69,8 +69,8 @@ _MAX_DEVICE_PIXELS: Final = 1 << 24
 class DeviceSteps:
     """Steps that decode images, compute the model and encode masks on the backend's device.
 
-    The device also serialises the responses to requests with the encoder `encode_detections`, if
-    their masks are RLE and fit the buffers. The last step returns these as `TimedResponse`s.
+    If a request has the encoder `encode_detections` and the mask format RLE, and its masks fit the
+    buffers, the device also serialises the response. The last step then returns a `TimedResponse`.
     """
 
     # Two more than `DeviceEngine.saturating_batches`, so that full batches are ready as soon as the
@@ -144,7 +144,7 @@ class DeviceSteps:
             host_sizes = np.array([[i.size for i in images], [i.source_size for i in images]])
             floats = scales_and_limits(*host_sizes)
             selections = selections_of(batch.requests)
-            # Pairs of float32 are stored as one int64, and float64 likewise, so that one copy
+            # Two float32 values, or one float64, are stored as one int64, so that one copy
             # transfers all five tables.
             tables = [host_sizes, floats.view(np.int64), selections.view(np.int64)[None]]
             on_device = copy_to_device(np.concatenate(tables), self._device)
@@ -245,7 +245,7 @@ class DeviceSteps:
             )
 
     def _serialised(self, batch: DetectionBatch) -> tuple[Tensor, Tensor]:
-        """Serialise detections into a buffer that holds all of them."""
+        """Return the output of `detection_messages`, whose buffer can hold all detections."""
         capacity = len(batch.text) + message_overhead(self._classes) * batch.labels.numel()
         return detection_messages(batch, self._classes, capacity)
 
@@ -270,9 +270,9 @@ class DeviceSteps:
     def _detections(
         self, batch: PastedBatch, requests: Mapping[int, ImageRequest]
     ) -> dict[int, Detections]:
-        """Return the detections of some images of a batch, by row.
+        """Return the detections of some images, by the image's index in the batch.
 
-        `requests` are the requests for these images, by row.
+        `requests` are the requests for these images, by the same index.
         """
         kept = {row: _kept_rows(batch, row, request) for row, request in requests.items()}
         depth = batch.masks.boxes.shape[1]
@@ -288,9 +288,12 @@ class DeviceSteps:
         }
 
     def _rles(self, batch: PastedBatch, chosen: NDArray[np.intp]) -> list[bytes]:
-        """Return the COCO RLE `counts` of masks. `chosen`: indices image * D + detection."""
-        # Masks that exceed the buffers are encoded again, in a stream of their own: the stream for
-        # pasting already waits for the model of the next batch.
+        """Return the COCO RLE `counts` of the masks with the indices `chosen` in the batch.
+
+        An index is image * D + detection.
+        """
+        # Masks that exceed the buffers are encoded again in a separate stream, because the stream
+        # for pasting may already be waiting for the inference of the next batch.
         with self._module.stream(self._repeating):
             encoded = batch.encoded.get(MaskFormat.RLE)
             if encoded is None:  # only messages were copied, but not all masks fit into the buffers
@@ -306,7 +309,11 @@ class DeviceSteps:
         kept: NDArray[np.intp],
         counts: Iterator[bytes],
     ) -> Detections:
-        """Return an image's detections. Take the `counts` of its kept masks from the iterator."""
+        """Return the kept detections of the image with the index `row` in the batch.
+
+        `kept` are the indices of these detections. For RLE masks, the next items of `counts` are
+        the COCO RLE `counts` of these detections.
+        """
         image, options, _ = request
         _, boxes, scores, labels = (array[row] for array in batch.detections)
         rles = probabilities = None
@@ -337,9 +344,12 @@ def _with_timing(
     return dataclasses.replace(result, timing=timing)
 
 
-def _kept_rows(batch: PastedBatch, row: int, request: ImageRequest) -> NDArray[np.intp]:
-    """Return the indices of the detections to keep in image `row`."""
-    count, _, scores, _ = (array[row] for array in batch.detections)
+def _kept_rows(batch: PastedBatch, image: int, request: ImageRequest) -> NDArray[np.intp]:
+    """Return the indices of an image's detections that the options of its request select.
+
+    `image` is the image's index in the batch.
+    """
+    count, _, scores, _ = (array[image] for array in batch.detections)
     return kept_rows(scores[: int(count)], request.options)
 
 

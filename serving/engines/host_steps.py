@@ -29,8 +29,8 @@ from .base import (
 )
 from .postprocessing import detections_from_outputs
 
-# Largest JPEG file in bytes whose header is read in the event loop. Reading the header searches
-# the whole file for scans.
+# Maximum size in bytes of a JPEG file whose header is read in the event loop. The headers of larger
+# files are read in a thread, because reading a header searches the whole file for JPEG scans.
 _QUICK_BYTES: Final = 4 << 20
 
 
@@ -42,7 +42,7 @@ def plan_image(
     max_pixels: int = MAX_PIXELS,
     apply_orientation: bool = True,
 ) -> PlannedImage:
-    """Read an image's header, and choose the image's size after resizing and its input size.
+    """Read an image's header. Choose the image's size after resizing, and the model's input size.
 
     The input size is the smallest of `buckets` that holds the resized image.
 
@@ -87,11 +87,12 @@ def resized_pixels(image: PlannedImage) -> Pixels:
 def write_pixels(image: PlannedImage, row: Pixels) -> None:
     """Decode and resize a planned image, and write it to the top left corner of `row`.
 
-    `row` is one image of a batch: [3, H, W], where H and W are the model's input size. It must be
-    black. Its dtype is float32 if the resize rule is `torchvision`, else uint8.
+    `row` is the part of a batch's input for this image: [3, H, W], where H and W are the model's
+    input size. It must be black. Its dtype is float32 if the resize rule is `torchvision`, else
+    uint8.
 
     Raises:
-        ImageError: the image is damaged; the row stays black.
+        ImageError: the image is damaged; `row` stays black.
     """
     height, width = image.size
     row[:, :height, :width] = resized_pixels(image).transpose(2, 0, 1)
@@ -132,7 +133,7 @@ class HostProcessor:
         return not isinstance(source, bytes) or (len(source) <= _QUICK_BYTES and is_jpeg(source))
 
     def prepare_small(self, source: SourceImage, small: int) -> tuple[EngineItem | None, int]:
-        """Convert an image to the engine's input, unless the conversion takes much host memory.
+        """Convert an image to the engine's input, if the conversion takes little host memory.
 
         Args:
             source: Encoded image, or pixels [H, W, 3] RGB.
@@ -142,8 +143,8 @@ class HostProcessor:
             item: Output of `prepare`. None: `prepare` would take more than `small` bytes. Never
                 None for an end-to-end engine, because `prepare` then reads only the header.
             memory: Host memory in bytes that the caller must reserve. If `item` is None, reserve it
-                before the call of `prepare`. Otherwise, hold the reservation until the end-to-end
-                engine has decoded the image. 0: reserve nothing.
+                before calling `prepare`. If the engine is end-to-end, hold the reservation until
+                the engine has decoded the image. 0: reserve nothing.
 
         Raises:
             ImageError: invalid image.
@@ -185,7 +186,8 @@ class HostProcessor:
             item: Output of `prepare` for the image.
 
         Returns:
-            The encoded response, with its timing: zeros unless the engine is end-to-end.
+            The encoded response with its timing. The timing is all zeros unless the engine is
+            end-to-end.
 
         Raises:
             ImageError: `result` is this error, because an end-to-end engine could not decode the

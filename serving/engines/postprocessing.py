@@ -35,12 +35,12 @@ def detections_from_outputs(
     manifest: Manifest,
     options: DetectionOptions,
 ) -> Detections:
-    """Convert one row of a batch to the detections of its image.
+    """Convert the model's outputs for one image of a batch to detections.
 
     Args:
         outputs: Outputs of the batch.
         row: Index of the image in the batch.
-        image: The image in that row. Only its sizes are used.
+        image: The image. Only its sizes are used.
         manifest: Manifest of the model's bundle.
         options: Options that select the detections to keep and their mask format.
 
@@ -148,8 +148,8 @@ def polygons_from_probabilities(
     """Trace the outlines of masks at probability one half, with subpixel accuracy.
 
     The polygons enclose the area of the RLE masks of `model.masks.rles_from_probabilities`.
-    Probabilities are interpolated linearly between samples and are zero outside a mask. Holes are
-    dropped, because COCO polygons cannot represent them.
+    Probabilities are interpolated linearly between samples. Samples outside a mask's M x M samples
+    are zero. Holes are dropped, because COCO polygons cannot represent them.
 
     Args:
         masks: [N, M, M] probabilities.

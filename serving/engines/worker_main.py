@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 # lower on slow CPUs (benchmarks/results/serve-h200-202611.md).
 _SWITCH_S: Final = 1e-3
 
-# Exceptions of connections to the server after the server has ended.
+# Exceptions that a connection to the server raises after the server's process has ended.
 _SERVER_GONE = (EOFError, ConnectionError)
 
 
@@ -233,6 +233,6 @@ def freeze_garbage_collector() -> None:
     # 0.1 s or more, during which no other thread runs.
     gc.collect()
     gc.freeze()
-    # The command line makes full collections rare. From now on they take little time, and free
-    # what requests leave behind.
+    # `cli.main` makes full collections rare. Make them frequent again: from now on they take little
+    # time, and they free objects that requests leave behind.
     gc.set_threshold(*gc.get_threshold()[:2], 10)

@@ -19,7 +19,8 @@ Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
-# Time limit in seconds for each wait in `WorkerProcess.close`. After it the process is killed.
+# Time limit in seconds for each wait in `WorkerProcess.close`. If a wait exceeds the limit, the
+# process is killed.
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -30,7 +31,7 @@ class WorkerResources(NamedTuple):
     environment: Mapping[str, str]
     # Indices of the CPU cores.
     cores: Set[int]
-    # Index of the GPU among those that CUDA shows to the server. None: the machine has no GPU.
+    # Index of the GPU among the GPUs that the server's process sees. None: there is no GPU.
     gpu: int | None = None
     # Whether the worker exists only because the machine has several GPUs.
     is_for_gpu: bool = False
@@ -103,7 +104,8 @@ class WorkerProcess(Generic[Item, Result]):
             )
         with contextlib.suppress(OSError):  # if the process has ended already, `load` reports that
             self._control.send(loader)
-        # Completes when the process ends. The result is a message with its exit status or signal.
+        # Future that completes when the process ends. Its result is a message with the exit status
+        # or signal of the process.
         self.exited = self._process.exited
         self.exited.add_done_callback(lambda _: self._close_channels())
 
@@ -121,7 +123,8 @@ class WorkerProcess(Generic[Item, Result]):
         Raises:
             BundleError: the bundle is damaged or lacks the loader's precision.
             BackendError: the backend does not run on this machine or with the loader's batch size,
-                the process ended, or this process has too few file descriptors for the channels.
+                the worker process ended, or the calling process has too few file descriptors for
+                the channels.
         """
         try:
             reply = self._control.recv()

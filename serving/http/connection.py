@@ -25,7 +25,7 @@ _LINGER_S: Final = 2.0
 # byte do not count. Also the maximum number of bytes (chunk extensions or trailers) between two
 # parts of a body, and after its last part.
 _MAX_HEAD: Final = 64 << 10
-# Maximum number of pipelined requests, which wait for the response to the one before them.
+# Maximum number of pipelined requests of a connection. They wait until earlier ones are answered.
 _MAX_PIPELINED: Final = 128
 
 
@@ -43,8 +43,8 @@ class HttpConnection(HttpToolsProtocol):
         # Bytes that are being parsed.
         self._received = b""
         self._is_body_complete = True
-        # Request that is being answered. The base class's attribute `cycle` is the last request
-        # whose head was received, which differs if the client pipelines requests.
+        # Request that is being answered. The base class's attribute `cycle` is the latest request
+        # whose head was received. If the client pipelines requests, the two can differ.
         self._answered: RequestResponseCycle | None = None
         self._opened_at = self.loop.time()
         # Closes the connection if the next head does not arrive in time.
@@ -127,7 +127,7 @@ class HttpConnection(HttpToolsProtocol):
         self._unset_head_timer()
         hosts = [name for name, _ in self.headers if name == b"host"]
         if len(hosts) != 1 and self.parser.get_http_version() == "1.1":
-            # The parser reports an error.
+            # The parser calls this method, and reports the exception.
             raise ValueError("a request needs exactly one Host header")
         if len(self.pipeline) >= _MAX_PIPELINED:
             raise ValueError(
@@ -178,9 +178,9 @@ class HttpConnection(HttpToolsProtocol):
         If the body of the answered request is incomplete, limit the time until the rest arrives.
         """
         super().on_response_complete()
-        if self.pipeline:  # receive no further requests before these have been answered
+        if self.pipeline:  # receive nothing more until the pipelined requests are answered
             self.flow.pause_reading()
-        if self.transport.is_closing():  # after the rest of the response has been sent
+        if self.transport.is_closing():  # it closes when the rest of the response has been sent
             self._set_slow_timer(_STALL_S, self.transport.abort)
         elif not self._is_body_complete:
             self._set_slow_timer(_LINGER_S, self._close_incomplete, self.cycle)
@@ -217,7 +217,7 @@ class HttpConnection(HttpToolsProtocol):
             self._unset_head_timer()
             return
         if isinstance(problem := sys.exception(), httptools.HttpParserError):
-            # The context is the error of a method of this class that the parser called.
+            # If the parser called a method of this class that failed, `__context__` is that error.
             msg = f"The HTTP request is invalid: {problem.__context__ or problem}"
         body = to_json({"error": msg})
         self.transport.write(
@@ -290,7 +290,8 @@ def _set_socket_options(connection: socket.socket, keepalive_s: float) -> None:
     """
     tcp = socket.IPPROTO_TCP
     # asyncio sets TCP_NODELAY only on sockets that were created for IPPROTO_TCP. Without it, the
-    # body is sent when the head is acknowledged, which clients delay by 40 ms.
+    # kernel sends the body of a response only after the client has acknowledged the head. Clients
+    # delay the acknowledgement by 40 ms.
     connection.setsockopt(tcp, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(tcp, socket.TCP_KEEPIDLE, min(32_767, max(1, round(keepalive_s))))

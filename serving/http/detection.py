@@ -40,13 +40,15 @@ class ModelQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    model: Annotated[str, Field(description="Name of the model. Default: the first.")] = ""
+    model: Annotated[str, Field(description="Name of the model. Default: the server's first.")] = ""
 
 
 class DetectQuery(ModelQuery):
     """Query parameters of `/v1/detect`, named after fields of `maskrcnn.v1.DetectRequest`."""
 
-    score_threshold: Annotated[float, Field(description="Keep only higher scores; 0..1.")] = 0.0
+    score_threshold: Annotated[
+        float, Field(description="Return only detections with a higher score; 0..1.")
+    ] = 0.0
     max_detections: Annotated[
         _Uint32 | None, Field(description="Maximum number of detections, by descending score.")
     ] = None
@@ -116,12 +118,12 @@ class DetectionRoutes:
         return JsonResponse(sorted(await in_daemon_thread(self._sample_files, _model_name(call))))
 
     async def _sample(self, call: HttpCall) -> Response:
-        # Only names that the listing returns are opened, so that no path leaves the folder.
+        # Only files that `/v1/samples` lists are opened, so that no path leads out of the folder.
         files = await in_daemon_thread(self._sample_files, _model_name(call))
         path = files.get(call.request.path_params["name"])
         if path is None:
             raise HTTPException(
-                404, "the bundle has no sample of this name; /v1/samples lists the samples"
+                404, "the model has no sample image of this name; /v1/samples lists the names"
             )
         kind = "jpeg" if path.suffix.lower() in (".jpg", ".jpeg") else path.suffix[1:].lower()
         return Response(await in_daemon_thread(path.read_bytes), media_type=f"image/{kind}")
@@ -171,14 +173,14 @@ def _parsed_query(call: HttpCall, kind: type[_QueryT]) -> _QueryT:
 
 
 def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
-    """Return the `DetectRequest` for an HTTP request: its body is the image, its query the options.
+    """Return the `DetectRequest` for an HTTP request: image from the body, options from the query.
 
     If the response is a PNG (`as_png`), the mask format `polygon` is replaced by `rle`, because the
     masks in the PNG are drawn from RLE.
 
     Raises:
         InvalidRequestError: a parameter is unknown, or its value does not fit the parameter's type.
-            The service checks ranges.
+            `DetectorService` checks later whether values are in range.
     """
     fields = _parsed_query(call, DetectQuery).model_dump(exclude_none=True)
     mask_format = _MASK_FORMATS[fields.pop("mask_format")]
@@ -199,7 +201,7 @@ def _prefers_png(accept: str) -> bool:
 
 
 def _with_timing(response: TimedResponse[bytes]) -> bytes:
-    """Return the JSON text of a response, with the response's timing added as member `timing`."""
+    """Return the response's JSON text, extended by its timing as the member `timing`."""
     return b'%s,"timing":%s}' % (response.value[:-1], to_json(vars(response.timing)))
 
 

@@ -209,7 +209,7 @@ class Endpoint:
         except HTTPException as error:
             cause = error.__cause__
             kind = type(cause) if isinstance(cause, ServingError) else InvalidRequestError
-            # The log has the gRPC status of the reason, which does not imply the HTTP status.
+            # The log shows only the gRPC status of `reason`, so the message has the HTTP status.
             reason = kind(f"HTTP status {error.status_code}: {error.detail}")
             self._transport.access.record_rejection(self._method, call.peer(), reason)
             return http_error_response(error)
@@ -233,7 +233,7 @@ class Endpoint:
             # Only `call` holds the body, so that `respond` can free it once it is decoded.
             call.body = await pending.next(call, self._transport.config.receive_timeout_s) or b""
         except ExpiredError as error:
-            # Not 504, to which an ExpiredError is mapped: the client is late, not the server.
+            # Other ExpiredErrors become 504. Here the client is late, not the server, hence 408.
             raise HTTPException(408, str(error)) from error
         async with call.cancelled_on_disconnect():
             return await self._respond(call)
@@ -243,8 +243,8 @@ class Endpoint:
 
         This applies to every web page, the server's own page included.
         """
-        # Any page in the operator's browser can send requests to a server on the same machine,
-        # where they would count as local.
+        # Any web page in the operator's browser can send requests to a server on the operator's
+        # machine. The server would treat them as requests of a local client.
         headers = call.request.headers
         if self._method in ADMIN_METHODS and any(name in headers for name in _BROWSER_HEADERS):
             raise ForbiddenError(
@@ -287,13 +287,13 @@ async def _send(response: Response, send: Send) -> None:
     headers = response.raw_headers
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    # The transport buffers a body of any size. The next message waits until the buffer is nearly
-    # empty.
+    # The transport buffers a body of any size. Sending the next ASGI message waits until the buffer
+    # is nearly empty.
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def value_from_message(message: Message) -> dict[str, Any]:
-    """Convert a message to a JSON object with the field names of the .proto file.
+    """Convert a protobuf message to a JSON object with the field names of the .proto file.
 
     64-bit integers are numbers, as Triton's clients expect; in protobuf's own JSON, they are
     strings. Fields with default values are included. Message fields, optional fields and members of

@@ -102,7 +102,7 @@ def parse_json(kind: type[BaseModel], text: bytes) -> Any:
 
 
 class BinaryOutputs(NamedTuple):
-    """Selection of the outputs to return as binary data: a default, and exceptions by name."""
+    """Selection of the outputs to return as binary data: a default, and names that differ."""
 
     # Whether outputs are binary by default.
     is_default: bool
@@ -117,7 +117,7 @@ class BinaryOutputs(NamedTuple):
 def infer_request_from_http(
     body: bytes, json_length: str | None, model: str, version: str
 ) -> tuple[pb.ModelInferRequest, BinaryOutputs]:
-    """Return the message for a REST inference request, and the outputs to return as binary data.
+    """Convert a REST inference request to a message. Also return which outputs are to be binary.
 
     Args:
         body: Body of the request: JSON, followed by the binary data of input tensors, if any.
@@ -127,8 +127,8 @@ def infer_request_from_http(
         version: Model version in the path. Empty: the path has no version.
 
     Raises:
-        InvalidRequestError: the body or `json_length` does not follow the protocol. Whether shapes
-            are supported is checked later, by the service.
+        InvalidRequestError: the body or `json_length` does not follow the protocol. The service
+            checks later whether it supports the shapes.
     """
     length = len(body) if json_length is None else _length_from_header(json_length, len(body))
     text = body[:length]

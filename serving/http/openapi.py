@@ -74,7 +74,7 @@ def openapi_document() -> dict[str, Any]:
             "title": "Mask R-CNN server",
             "version": __version__,
             "description": "Detection in images, and the Open Inference Protocol v2 with Triton's "
-            "extensions. Responses have the header x-request-id; a request may set it.",
+            "extensions. Each response has the header x-request-id. A request may set its value.",
         },
         "paths": {**_detection_paths(), **_inference_paths()},
         "components": {
@@ -131,7 +131,7 @@ def _inference_paths() -> dict[str, Any]:
         "/v2/repository/index": {"post": _posting("List the models", "IndexRequest")},
     }
     model = _path_parameter("model", "Name of the model, or name and precision, as in street-fp16.")
-    number = _path_parameter("version", "Version of the model that is served.")
+    number = _path_parameter("version", "Served version of the model.")
     for path, parameters in (
         ("/v2/models/{model}", [model]),
         ("/v2/models/{model}/versions/{version}", [model, number]),
@@ -141,12 +141,12 @@ def _inference_paths() -> dict[str, Any]:
             "/ready": {"get": _operation("Return whether the model can process requests")},
             "/config": {"get": _operation("Describe the configuration of a model")},
             "/stats": {"get": _operation("Return the statistics of a model")},
-            "/infer": {"post": _posting("Detect objects in a batch", "InferRequest", body)},
+            "/infer": {"post": _posting("Detect objects in images", "InferRequest", body)},
         }
         for suffix, item in operations.items():
             paths[path + suffix] = {"parameters": parameters, **item}
     for action in ("load", "unload"):
-        summary = f"{action.capitalize()} a model; needs an administrator's token"
+        summary = f"{action.capitalize()} a model; may need a token from admin_token_file"
         paths[f"/v2/repository/models/{{model}}/{action}"] = {
             "parameters": [model],
             "post": _posting(summary, "ModelControlRequest"),

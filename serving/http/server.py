@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 # Seconds for a new connection to complete the TLS handshake.
 _HANDSHAKE_S: Final = 20.0
-# Maximum time in seconds from a response to the next request; then the connection is closed.
+# If a client sends no request for this many seconds after a response, its connection is closed.
 _IDLE_S: Final = 75
 
 
@@ -160,8 +160,8 @@ class HttpServer:
     async def stop(self, grace_s: float) -> None:
         """Close the port and idle connections. Cancel open requests after `grace_s` seconds."""
         if not self._server.should_exit:
-            # With 0, uvicorn would cancel before it checks whether requests are open. It accepts
-            # fractions, although the setting is declared as an integer.
+            # With 0, uvicorn's wait for open requests would time out before it checks whether there
+            # are any. uvicorn accepts fractions, although it declares the setting as an integer.
             self._config.timeout_graceful_shutdown = max(grace_s, 0.1)  # type: ignore[assignment]
             self._server.should_exit = True
         await self._task

@@ -46,7 +46,7 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 # applies to successful and to failed requests separately.
 _LINES_PER_S: Final = 10
 
-# Errors of `accept` after which asyncio tries again.
+# `errno` values of failed `accept` calls that asyncio repeats after a pause.
 _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Seconds without a failed `accept` call after which a burst of failures counts as ended.
 _BURST_END_S: Final = 10.0
@@ -198,8 +198,8 @@ class AccessLog:
     """Log of requests, with client, status, sizes and times."""
 
     def __init__(self) -> None:
-        # Rate limiter by whether the request succeeded. There are two, so that log lines of
-        # successful requests do not displace those of failed ones.
+        # Rate limiters of successful (True) and of failed requests (False). They are separate, so
+        # that log lines of successful requests do not displace those of failed ones.
         self._samples = {True: _Sample(), False: _Sample()}
 
     def log_request(
@@ -252,7 +252,7 @@ class AccessLog:
             extra["omitted"] = omitted
         text = f"{subject} from {peer}: {extra['status']}"
         if isinstance(failure, Exception) and str(failure):
-            # A message may quote a name in the request, which can have megabytes.
+            # An error message may quote a name from the request. The name can have megabytes.
             extra["error"] = truncate_message(str(failure))
         _log.info(
             "%s%s", text, f", {extra['total_ms']} ms" if "total_ms" in extra else "", extra=extra
@@ -312,7 +312,8 @@ def shorten_accept_failures() -> None:
 
 def _is_other_failure(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    # If the server stops after a failure, asyncio's next attempt fails, because the port is closed.
+    # If the server stops after a failed `accept` call, asyncio's next attempt to accept connections
+    # fails too, because the port is closed.
     if message.startswith("Exception in callback BaseSelectorEventLoop._start_serving("):
         return False
     error = record.exc_info[1] if record.exc_info else None

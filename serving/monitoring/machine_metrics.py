@@ -72,7 +72,7 @@ class GpuCollector(Collector):
     def __init__(self) -> None:
         # First value of each GPU's energy counter in joules, by the GPU's UUID.
         self._first_energy: dict[str, float] = {}
-        # Reads the first values in a thread, because an idle GPU may take seconds to respond.
+        # A thread reads the first values, because an idle GPU may take seconds to respond.
         threading.Thread(target=self._read_gpus, name="gpu metrics", daemon=True).start()
 
     def collect(self) -> Iterator[Metric]:
@@ -184,7 +184,7 @@ class _Socket(NamedTuple):
 class ConnectionCollector(Collector):
     """Collector of the number of open TCP connections per listening port.
 
-    Ports of this process and of its child processes are counted.
+    The ports are those on which this process or one of its child processes listens.
     """
 
     # Read from the kernel's tables, because gRPC does not report its connections to Python.
@@ -202,7 +202,7 @@ class ConnectionCollector(Collector):
 
 
 def _own_sockets() -> Iterator[_Socket]:
-    """Yield the TCP sockets of this process and its children: local port, /proc/net/tcp state."""
+    """Yield the local port and the state of each TCP socket of this process and its children."""
     processes = os.getpid(), *child_process_ids()
     inodes = {inode for process in processes for inode in _socket_inodes(process)}
     for table in ("tcp", "tcp6"):

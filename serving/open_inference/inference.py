@@ -41,7 +41,8 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "sequence_start": ("bool_param",),
     "sequence_end": ("bool_param",),
 }
-# Types of values by field of InferParameter, for error messages. JSON has no fields.
+# Description of a parameter's type, by field of InferParameter. Error messages need it for clients
+# that send JSON, which has no such fields.
 _TYPES: Final = {
     "bool_param": "true or false",
     "int64_param": "a whole number",
@@ -155,15 +156,15 @@ def _scheduling_options(
     """Return the scheduling options of a request.
 
     Args:
-        name: Model name in the request.
+        name: Model name in the request. It may have a precision suffix, as in `NAME-fp16`.
         parameters: Parameters of the request. A priority or timeout of 0 means the server's
             default.
-        model: Model that has the name `name`.
+        model: Model that serves the name `name`.
         peer: Client address, as `context.peer()` returns it.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, or the parameter `precision` differs from
-            the precision suffix of `name`.
+        InvalidRequestError: a parameter is out of range, or `name` has a precision suffix, and the
+            parameter `precision` is another precision.
     """
     precision = parameters.get("precision") or model.names[name]
     model.check_precision(name, precision)

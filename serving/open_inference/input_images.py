@@ -32,7 +32,7 @@ _FIELDS: Final[Mapping[str, str]] = {
     "UINT8": "uint_contents",
     "FP32": "fp32_contents",
 }
-# In raw contents of datatype BYTES, a length of this many bytes precedes each element.
+# In raw contents of datatype BYTES, each element follows its length, a number of this many bytes.
 _LENGTH_BYTES = 4
 # Number of pixel values to convert at a time. That takes well below a millisecond.
 _CHUNK = 8192
@@ -151,7 +151,7 @@ def _check_image_size(tensor: InputTensor, max_pixels: int) -> None:
         )
     try:
         check_size(height, width, max_pixels)
-    except ImageError as error:  # all images have the same size, so the first is named
+    except ImageError as error:  # all images have the same size, so the message names the first
         raise ImageError(f"{INPUT_NAME}[0]: {error}") from None
 
 
@@ -220,8 +220,8 @@ def pixels_from_tensor(tensor: InputTensor, raw: bytes | None) -> NDArray[np.uin
     for start in range(0, len(values), _CHUNK):
         chunk = np.asarray(values[start : start + _CHUNK], np.float32)
         pixels[start : start + _CHUNK] = _rounded(tensor.name, chunk)
-        # Yield the GIL. NumPy releases it often, but takes it back before a waiting thread gets it
-        # (after the 5 ms switch interval), so the event loop would wait for tens of milliseconds.
+        # Yield the GIL. NumPy often releases it, but takes it back before a waiting thread gets it.
+        # Without this call, the event loop would wait for tens of milliseconds.
         time.sleep(0)
     return pixels.reshape(tensor.shape)
 

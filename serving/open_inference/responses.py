@@ -20,7 +20,7 @@ from .input_images import DTYPES, INPUT_NAME
 _PLATFORM = "maskrcnn_bundle"
 _BACKEND = "maskrcnn"
 
-# Datatype in ModelConfig by the datatype of the tensor.
+# Datatype in ModelConfig, by the name of the tensor's datatype.
 _CONFIG_TYPES: Final = {
     "BYTES": pb.TYPE_STRING,
     "FP32": pb.TYPE_FP32,

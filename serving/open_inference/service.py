@@ -182,7 +182,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         return pb.RepositoryModelUnloadResponse()
 
     async def _run_to_end(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Load or unload a model by calling `change`. Continue even if the client disconnects."""
+        """Load or unload a model by calling `change`. A disconnected client does not cancel it."""
         if not self._health.is_running:
             raise StoppingError("the server is starting or stopping")
         task = asyncio.create_task(change())

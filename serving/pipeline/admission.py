@@ -42,11 +42,11 @@ class AdmissionController:
       requests wait too, so that large requests are not overtaken forever.
 
     The number of slots is the constructor's `capacity`, unless the server, at its recent service
-    rate, cannot compute that many images within `max_wait_s`. Then it is the number of images that
-    the server can compute in that time, but at least `min_capacity`. Requests beyond the fair share
-    that would wait longer than `max_wait_s` are therefore rejected immediately, unless fewer than
-    `min_capacity` slots are in use. Batches are also formed fairly between connections, so requests
-    within the fair share are computed within `max_wait_s`.
+    rate, cannot compute that many images within `max_wait_s`. In that case, it is the number of
+    images that the server can compute within `max_wait_s`, but at least `min_capacity`. Requests
+    beyond the fair share that would wait longer than `max_wait_s` are therefore rejected
+    immediately, unless fewer than `min_capacity` slots are in use. Batches are also formed fairly
+    between connections, so requests within the fair share are computed within `max_wait_s`.
     """
 
     def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:
@@ -66,7 +66,8 @@ class AdmissionController:
         # holds or waits for (`_claimed`).
         self._held = Counter[str]()
         self._claimed = Counter[str]()
-        # Waiting requests by connection, in order of arrival. Connections in round-robin order.
+        # Waiting requests by connection, in order of arrival. The connections are in round-robin
+        # order.
         self._waiting: dict[str, deque[_Waiter]] = {}
 
     @property
@@ -143,9 +144,9 @@ class AdmissionController:
             wait: Whether a request that exceeds its connection's fair share may wait for slots.
 
         Raises:
-            QueueFullError: `wait` is False, and `check` rejects the request. Or as many requests
-                wait as the `capacity` given to the constructor, and `_make_room` rejects this
-                request, either at once or later in favour of a newer one.
+            QueueFullError: `wait` is False, and `check` rejects the request. Or the queue is full
+                (the constructor's `capacity` is its size), and `_make_room` rejects this request,
+                now or when a newer request arrives.
         """
         if not wait:
             self.check(peer, slots)
@@ -202,7 +203,7 @@ class AdmissionController:
                 return
             self._remove(peer, first)
             self._hold(peer, first.slots)
-            if peer in self._waiting:  # its next request goes behind the other connections
+            if peer in self._waiting:  # put the connection behind the others
                 self._waiting[peer] = self._waiting.pop(peer)
             first.is_admitted = True
             first.is_decided.set()
@@ -215,8 +216,8 @@ class AdmissionController:
         own = self._claimed[peer]
         if not own:
             return len(others) < self.capacity
-        # Within the fair share, if the slots suffice when each other connection gets all that it
-        # claims, but at most as many as this one.
+        # The request is within the fair share if `capacity` suffices for `own` and for the slots
+        # that the other connections claim, where each of them counts with at most `own` slots.
         own += slots
         return sum(min(claimed, own) for claimed in others) + own <= self.capacity
 

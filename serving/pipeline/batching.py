@@ -159,8 +159,8 @@ class Batcher(Generic[Item, Result]):
         If the calling task is cancelled while the item is queued, the item leaves the queue.
 
         Raises:
-            BackendDownError: no worker is up, the last one goes down while the item is queued, or
-                the worker process that computed the item ended.
+            BackendDownError: no worker is up, the last worker that is up goes down while the item
+                is queued, or the worker process that computed the item ended.
             BackendError: the engine failed on the item's batch.
             BundleError: the model's outputs contradict the bundle's manifest.
         """
@@ -169,7 +169,8 @@ class Batcher(Generic[Item, Result]):
         result: asyncio.Future[BatchResult[Result]] = asyncio.get_running_loop().create_future()
         pending = _PendingItem(item, scheduling.model, result)
         ticket = self._schedule.add(pending, item.bucket, scheduling, time.monotonic())
-        # Otherwise, the end of a batch wakes `run`, or the time at which the oldest item is due.
+        # In all other cases `run` wakes without this event: when a batch ends, or when the oldest
+        # item is due.
         if self._schedule.affects_next_start(item.bucket) and self._least_busy():
             self._changed.set()
         try:
@@ -310,9 +311,9 @@ class Batcher(Generic[Item, Result]):
         own, first = process.info, self.info
         if (own.is_end_to_end, own.buckets) != (first.is_end_to_end, first.buckets):
             raise BackendError(
-                f"a worker process chose the backend {own.backend}, which cannot compute the "
-                f"batches that are prepared for {first.backend}, the backend of the model's first "
-                "worker; the log says why it was chosen; to use one backend in all workers, set "
+                f"a worker process chose the backend {own.backend}, but the model's first worker "
+                f"uses {first.backend}, and the two backends cannot compute the same batches; the "
+                f"log says why {own.backend} was chosen; to use one backend in all workers, set "
                 "--backend"
             )
 

@@ -23,8 +23,9 @@ from .scheduling import TimedResult, timed
 from .served_model import ModelBatcher, ModelLifecycle, ModelSource, ServedModel
 from .shared_resources import SharedResources
 
-# Minimum number of admission slots, however slow the model is: the larger of two batches, so that
-# one can fill while the other is computed, and 32, which suffice for the usual Triton clients.
+# Minimum number of admission slots, however slow the model is: the slots of two batches, or 32 if
+# that is more. With two batches, one can fill while the other is computed. 32 slots suffice for the
+# usual Triton clients.
 _MIN_BATCHES, _MIN_SLOTS = 2, 32
 
 _log = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ def _microseconds(seconds: float) -> int:
 
 
 class ModelRepository:
-    """Models of a server. Each has a queue, admission slots and workers of its own."""
+    """Models of a server. Each model has its own queue, admission slots and workers."""
 
     def __init__(
         self, sources: Sequence[ModelSource], config: ServeConfig, telemetry: Telemetry

@@ -70,7 +70,7 @@ class Ticket(Generic[T]):
     # gRPC peer of the request; it identifies the client's connection.
     peer: str
     priority: int
-    # The lowest tag is served first.
+    # Defined in the docstring of this module. The lowest tag is served first.
     service_tag: int
 
 
@@ -104,9 +104,10 @@ class Schedule(Generic[T]):
         return ticket
 
     def affects_next_start(self, bucket: ShapeBucket) -> bool:
-        """Return whether the latest item of `bucket` can change when the next batch starts.
+        """Return whether the newest item of `bucket` can change the start time of the next batch.
 
-        It can if it completes a batch, or if it is the only item: its batch starts when it is due.
+        It can if it completes a batch. It also can if it is the only item of its bucket, because
+        its batch then starts when the item is due.
         """
         waiting = len(self._queues[bucket])
         return waiting == 1 or self._policy.size_of(waiting, overdue=False) > 0
@@ -177,7 +178,7 @@ class TimedResult(NamedTuple, Generic[Value]):
 
 
 def timed(work: Callable[..., Value], *arguments: Any) -> TimedResult[Value]:
-    """Call a function in this thread. Return its value and its duration in seconds."""
+    """Call a function in this thread. Return the result with the call's duration."""
     start = time.perf_counter()
     value = work(*arguments)
     return TimedResult(value, time.perf_counter() - start)

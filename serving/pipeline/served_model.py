@@ -102,11 +102,12 @@ class ServedModel:
         self._processes: dict[str, list[ModelProcess]] = {}
         # Batcher of each precision, set by `load`.
         self.batchers: dict[str, ModelBatcher] = {}
-        # Precision by name that requests may use for the model. None: the default precision.
+        # Names that requests may use for the model, each with the precision that it selects. None:
+        # the default precision.
         self.names: dict[str, str | None] = {self.manifest.model_name: None}
         # Whether new requests are rejected.
         self.is_unloaded = False
-        # Number of requests in the `use` context.
+        # Number of requests that use the model, that is, are within a `with` block of `use`.
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -223,9 +224,9 @@ class ServedModel:
             start = time.monotonic()
             await batcher.warm_up()
             # On a CPU, each worker computes one image per bucket. An end-to-end engine, which also
-            # decodes images and encodes masks, processes a second one from decoding to encoding. On
-            # a GPU, the warm-up's duration says nothing about an image, because it includes
-            # compilation.
+            # decodes images and encodes masks, processes a second image per bucket, from decoding
+            # to encoding. On a GPU, the warm-up's duration says nothing about an image, because it
+            # includes compilation.
             if batcher.info.device == "cpu":
                 per_bucket = 2 if batcher.info.is_end_to_end else 1
                 images = per_bucket * len(batcher.info.buckets) * batcher.engines_up

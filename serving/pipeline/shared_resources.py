@@ -26,7 +26,7 @@ _CALLS_PER_FREE_CALL = 8
 # Client of the current task: a hash of its token, or its host if the server has no tokens.
 current_client: Final = ContextVar("current_client", default="")
 
-# Number of clients above which those without recent requests are forgotten.
+# If there are more clients than this, those without recent requests are forgotten.
 _MAX_CLIENTS: Final = 10_000
 
 # The default budget for decoding images is `memory_limit()` divided by this number. Messages, model
@@ -46,7 +46,7 @@ class SharedResources:
         self.open_calls = OpenCalls(_CALLS_PER_SLOT * config.queue_size * models)
         # Threads that decode images and encode responses.
         self.threads = FairThreadPool(config.threads)
-        # Memory of the images in decoding.
+        # Memory budget for decoding images.
         self.decode_memory = DecodeMemory(decode_memory_limit(config), config.threads)
 
 
@@ -173,10 +173,10 @@ class RateLimits:
 class DecodeMemory:
     """Budget of host memory for decoding images.
 
-    A quarter of the budget is set aside: an equal part, `small` bytes, for each thread. Images that
-    need at most `small` bytes use their thread's part and never wait for memory. Larger images
-    reserve memory from the remaining three quarters and wait if too little is free. Connections get
-    memory in round-robin order; see `FairSemaphore`.
+    A quarter of the budget is divided equally among the threads, `small` bytes for each thread.
+    Images that need at most `small` bytes use their thread's part and never wait for memory. Larger
+    images reserve memory from the remaining three quarters and wait if too little is free.
+    Connections get memory in round-robin order; see `FairSemaphore`.
 
     Call the methods from one event loop only.
     """

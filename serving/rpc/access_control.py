@@ -27,7 +27,7 @@ _INFERENCE = "/inference.GRPCInferenceService/"
 ADMIN_METHODS = frozenset(
     {f"{_INFERENCE}RepositoryModelLoad", f"{_INFERENCE}RepositoryModelUnload"}
 )
-# Unary methods that need an admission slot of the pipeline.
+# Unary methods whose requests need admission slots; see `AdmissionController`.
 _DETECTION_METHODS = frozenset({"/maskrcnn.v1.Detector/Detect", f"{_INFERENCE}ModelInfer"})
 
 _HEALTH_METHODS = tuple(
@@ -38,8 +38,8 @@ _PUBLIC_PREFIXES = ("/grpc.health.v1.Health/", "/grpc.reflection.", *_HEALTH_MET
 
 # Maximum number of concurrent calls of public methods per connection.
 _PUBLIC_CALLS_PER_CONNECTION = 8
-# Of all calls that wait for a request message at a time, the number of public ones is limited to
-# `queue_size` divided by this number. For small queues, the limit is higher.
+# At most `queue_size` divided by this number of public calls can wait for a request message at a
+# time. If `queue_size` is small, the limit is higher; see `AccessInterceptor`.
 _SLOTS_PER_PUBLIC_MESSAGE = 4
 # Seconds for which a stopping server still receives messages that are in transit.
 _LAST_MESSAGES_S = 2.0
@@ -62,8 +62,8 @@ class AccessPolicy:
     """Authorization by bearer tokens, for inference and for loading and unloading models.
 
     Public methods (see `is_public`) need no token. The table shows which clients may call the other
-    methods, by whether the settings `token_file` and `admin_token_file` are given. The column
-    `inference` applies to all of these methods that neither load nor unload models.
+    methods. This depends on whether the settings `token_file` and `admin_token_file` are given. The
+    column `inference` covers all methods that are not public and do not load or unload models.
 
     | token_file | admin_token_file | inference            | loading and unloading models          |
     |------------|------------------|----------------------|---------------------------------------|
@@ -161,8 +161,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._timeout_s = config.receive_timeout_s
         least = min(_PUBLIC_CALLS_PER_CONNECTION, config.queue_size)
         public = max(least, config.queue_size // _SLOTS_PER_PUBLIC_MESSAGE)
-        # Public calls have a limit of their own. Otherwise clients without a token could cancel
-        # the reads of clients with one.
+        # Public calls have a limit of their own. Otherwise, calls of clients without a token could
+        # cancel the pending reads of clients with a token.
         self._public_messages = PendingMessages(public)
         self._messages = PendingMessages(MESSAGES_PER_SLOT * config.queue_size - public)
         # Number of open public calls by connection.
@@ -235,13 +235,13 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._models.resources.telemetry.reject_call(method, peer, error)
 
     async def _admit(self, method: str, context: CallContext) -> None:
-        """Count a call as open until it ends, and abort it if admission control rejects it.
+        """Count a call as open until it ends. Abort it if admission control rejects it.
 
-        Admission control applies only to `Detect` and `ModelInfer`.
+        Admission control applies only to `Detect` and `ModelInfer`. A rejection by admission
+        control does not raise QueueFullError.
 
         Raises:
-            QueueFullError: the server or the client's connection has too many open calls. A
-                rejection by admission control does not raise it.
+            QueueFullError: the server or the client's connection has too many open calls.
         """
         peer = context.peer()
         if is_public(method):
@@ -263,7 +263,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         if self._public_calls[peer] >= _PUBLIC_CALLS_PER_CONNECTION:
             raise QueueFullError(
                 f"the connection has {_PUBLIC_CALLS_PER_CONNECTION} open calls for health and "
-                "reflection, which is the maximum; end one of these calls first"
+                "reflection, the maximum per connection; end one of these calls first"
             )
         self._public_calls[peer] += 1
 

@@ -52,12 +52,12 @@ class _Loaded(NamedTuple):
 
 
 class _CurrentContext(ssl.SSLContext):
-    """TLS context that delegates each new connection to the context that was loaded last."""
+    """TLS context that delegates each new connection to the most recently loaded context."""
 
     # The usual way is `sni_callback`, which can replace the context of a connection. It is not used
     # here, because Python prints a traceback if the server name that a client sends is invalid.
 
-    # Returns the context that was loaded last.
+    # Function that returns the most recently loaded context.
     current: Callable[[], ssl.SSLContext]
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
@@ -160,8 +160,8 @@ def _load(certificate: Path, key: Path, client_ca: Path | None) -> _Loaded:
     pem = _read(certificate, "tls_certificate")
     pair = _read(key, "tls_key"), pem
     authorities = None if client_ca is None else _read(client_ca, "tls_client_ca")
-    # gRPC does not validate the files, and with invalid ones would reject every connection. Loading
-    # them into an OpenSSL context reports the errors.
+    # gRPC does not validate the files. If they were invalid, gRPC would reject every connection.
+    # Loading them into an OpenSSL context reports the errors.
     context = _load_context(certificate, key, client_ca, pem)
     configuration = grpc.ssl_server_certificate_configuration([pair], authorities)
     return _Loaded(configuration, context, *_validity(certificate, pem))
@@ -178,7 +178,7 @@ def _load_context(
     except (OSError, ValueError) as error:  # from OpenSSL, or a file was replaced since _read
         reason = getattr(error, "reason", None) or error
         raise ServingError(
-            f"cannot use {certificate} with {key} ({reason}); "
+            f"cannot use the certificate {certificate} with the key {key} ({reason}); "
             "give a certificate in PEM format and its private key"
         ) from None
     if client_ca is None:
@@ -201,7 +201,7 @@ def _validity(certificate: Path, pem: bytes) -> tuple[datetime, datetime]:
         match = _VALIDITY.search(base64.b64decode(block))
         if match is None:
             raise ServingError(
-                f"{certificate} has a certificate without dates of validity; replace it"
+                f"a certificate in {certificate} has no validity dates; replace that certificate"
             )
         ranges.append([_time(text.decode()) for text in match.groups()])
     starts, ends = zip(*ranges, strict=True)
@@ -221,8 +221,8 @@ def _check_grpc_support(certificate: Path, pem: bytes) -> None:
     """
     if other := _OTHER_LABEL.search(pem):
         raise ServingError(
-            f"gRPC does not read the {other[1].decode()} in {certificate}; convert it to a "
-            "CERTIFICATE with `openssl x509`"
+            f"gRPC does not read the PEM label {other[1].decode()} in {certificate}; convert the "
+            "file to the label CERTIFICATE with `openssl x509`"
         )
     content = base64.b64decode(_PEM.findall(pem)[0])
     if not any(algorithm in content for algorithm in _KEY_ALGORITHMS):

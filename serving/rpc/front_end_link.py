@@ -18,12 +18,13 @@ import grpc
 
 from ..grpc_status import CallOutcome
 
-# Initial size of the receive buffer in bytes. A larger frame enlarges it until it has been read.
+# Initial size of the receive buffer in bytes. A larger frame enlarges the buffer until the frame
+# has been read.
 _BUFFER_BYTES: Final = 256 << 10
 # Size of the socket's send buffer in bytes. The kernel may grant less.
 _SOCKET_BYTES: Final = 4 << 20
 
-# Size of the payload, kind, call number.
+# Header of a frame: size of the payload in bytes, kind, call number.
 _HEADER: Final = struct.Struct("<QBQ")
 
 _log = logging.getLogger(__name__)
@@ -32,12 +33,13 @@ _Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class Frame(IntEnum):
-    """Kinds of frames between a front end and the server's process.
+    """Kinds of frames (messages) between a front-end process and the server's process.
 
-    The comment of each kind names the sender, then the meaning, then the pickled payload, if any.
+    The comment of each kind names the sender (`Front end` is the front-end process), then the
+    meaning, then the pickled payload, if any.
     """
 
-    # Front end: it accepts connections.
+    # Front end: the process now accepts connections.
     READY = 1
     # Front end: a client opened a call; pickled method, peer and metadata.
     OPEN = 2
@@ -49,7 +51,7 @@ class Frame(IntEnum):
     END = 5
     # Front end: the latest message of the stream has been written.
     WRITTEN = 6
-    # Server: the only message to the client. The front end does not reply with WRITTEN.
+    # Server: the only response message of a unary call. No WRITTEN is sent in reply.
     RESPONSE = 7
     # Server: end the call; pickled status code, details and trailing metadata.
     STATUS = 8
@@ -60,9 +62,10 @@ class Frame(IntEnum):
 
 
 class Link(asyncio.BufferedProtocol):
-    """One end of the Unix socket between a front end and the server's process.
+    """One end of the Unix socket between a front-end process and the server's process.
 
-    It sends frames, and calls a function for each received frame.
+    The two processes exchange frames: messages with a kind, a call number and a payload. The link
+    sends frames, and calls a function for each frame that it receives.
     """
 
     def __init__(self, receive: Callable[[int, int, bytes], None]) -> None:
@@ -145,7 +148,7 @@ class Link(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Complete the future `closed`. Called by asyncio when either end is closed."""
-        if not self.closed.done():  # it is done if a task that awaited it was cancelled
+        if not self.closed.done():  # cancelling a task that awaits `closed` completes it too
             self.closed.set_result(None)
 
     def _flush(self) -> None:
@@ -182,9 +185,9 @@ FindHandler = Callable[[CallDetails], Awaitable[Any]]
 class ForwardedCall(CallOutcome):
     """Context of a gRPC call from a front-end process. It has the interface of gRPC's own context.
 
-    At most one message at a time is passed in each direction, as in gRPC's context: the front end
-    reads a message of the client only when `read` is called, and `write` waits until the front end
-    has written the message.
+    At most one message at a time is passed in each direction, as in gRPC's context. The front-end
+    process reads a message of the client only when `read` is called. `write` waits until the
+    front-end process has written the message.
     """
 
     def __init__(self, link: Link, number: int, opening: bytes) -> None:
@@ -203,11 +206,11 @@ class ForwardedCall(CallOutcome):
         self._number = number
         self._serialize: Callable[[Any], bytes] | None = None
         self._trailing_metadata: _Metadata = ()
-        # Futures of the pending `read` and `write`. None: no such call is pending.
+        # Futures of the pending `read` and the pending `write`. None: none is pending.
         self._reading: asyncio.Future[Any] | None = None
         self._writing: asyncio.Future[None] | None = None
         self._is_status_sent = False
-        # Whether the front end has ended the call.
+        # Whether the gRPC call or the front-end process has ended; see `close`.
         self._is_closed = False
         # Task that handles the call; see `start`.
         self.task: asyncio.Task[None]
@@ -229,15 +232,15 @@ class ForwardedCall(CallOutcome):
             self._reading.set_result(message)
 
     def confirm_write(self) -> None:
-        """Make the pending `write` return, because the front end has written the message."""
+        """Make the pending `write` return. Called when the front-end process wrote its message."""
         if self._writing and not self._writing.done():
             self._writing.set_result(None)
 
     def close(self) -> None:
         """Cancel the task that handles the call, unless the task has sent the status. Idempotent.
 
-        This method is called if the front end reports that the gRPC call has ended, or if the
-        front-end process has ended.
+        This method is called if the front-end process reports that the gRPC call has ended, or if
+        the front-end process itself has ended.
         """
         if self._is_closed:
             return
@@ -269,7 +272,7 @@ class ForwardedCall(CallOutcome):
             self._reading = None  # it holds the message, which can be large
 
     async def write(self, message: Any) -> None:
-        """Send a message to the client, and wait until the front end has written it."""
+        """Send a message to the client. Wait until the front-end process has written it."""
         if self._is_status_sent:
             raise grpc.aio.AbortError("the call has ended")
         self._writing = asyncio.get_running_loop().create_future()

@@ -39,7 +39,7 @@ def run_front_end(
 ) -> None:
     """Accept calls and pass them to the server's process.
 
-    Calls are accepted until the server's process sends a frame of kind `Frame.STOP` or ends.
+    Calls are accepted until the server's process ends, or sends a message of kind `Frame.STOP`.
 
     Args:
         handle: File descriptor of the Unix socket to the server's process.
@@ -59,7 +59,7 @@ async def _serve(
 ) -> None:
     server = grpc.aio.server(options=options)
     # gRPC applies max_pending_requests only to calls that it has not passed to Python yet. The
-    # forwarder therefore applies the limit to the calls that wait for the server's process.
+    # forwarder therefore applies the same limit to the calls that wait for the server's process.
     forwarder = _CallForwarder(server, dict(options)["grpc.server.max_pending_requests"])
     link = await forwarder.connect(socket.socket(fileno=handle))
     server.add_generic_rpc_handlers([forwarder])
@@ -78,8 +78,8 @@ async def _serve(
         sys.exit(1)
     await server.start()
     link.send(Frame.READY)
-    # The files are also checked at each new connection. Without the checks here, a front end that
-    # gets no new connections would miss valid files that are soon replaced by invalid ones.
+    # Each new connection checks the certificate files too. Without the checks here, a front-end
+    # process without new connections would miss valid files that are soon replaced by invalid ones.
     while await server.wait_for_termination(_REFRESH_S if certificate else None):
         if certificate:
             certificate.refresh()
@@ -103,7 +103,7 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
         self._server = server
         self._link: Link
         self._numbers = itertools.count()
-        # Frames from the server's process that are not processed yet, by call number.
+        # By call number: frames (kind and payload) from the server's process, not processed yet.
         self._frames: dict[int, asyncio.Queue[tuple[int, bytes]]] = {}
         # Limits the number of calls that wait for their first frame from the server's process.
         self._pending = asyncio.Semaphore(max_pending_calls)
@@ -111,7 +111,7 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
         self._stopping: list[asyncio.Task[None]] = []
 
     async def connect(self, connection: socket.socket) -> Link:
-        """Set up the link that passes calls to the server's process, and return it.
+        """Create and return the `Link` over which calls are passed to the server's process.
 
         `connection` is this process's end of the Unix socket pair. Call this method before the
         first gRPC call arrives.
@@ -145,7 +145,7 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
                 kind, payload = await frames.get()
             while kind != Frame.STATUS:
                 if kind == Frame.READ:
-                    # In a task, because a call can end while a message is being received.
+                    # A task receives the message, because the call can end meanwhile.
                     reading = asyncio.create_task(self._read(number, context))
                 else:
                     await context.write(payload)

@@ -21,11 +21,12 @@ _log = logging.getLogger(__name__)
 
 # Name of the front-end processes in top, ps and messages.
 FRONT_END_NAME: Final = "front end"
-# Time in seconds for a stopped front end to end, after the time limit of its calls.
+# A stopped front-end process is killed if it still runs this many seconds after the time limit of
+# its calls.
 _END_S: Final = 5.0
-# A front end that has run for less than this time, in seconds, is restarted after a pause.
+# A front-end process that ends within this time, in seconds, is restarted after a pause.
 _MIN_UPTIME_S: Final = 10.0
-# First and longest pause in seconds. If the front end ends early again, the pause doubles.
+# First and longest pause in seconds. The pause doubles each time the process ends early again.
 _MIN_PAUSE_S: Final = 0.5
 _MAX_PAUSE_S: Final = 30.0
 
@@ -48,9 +49,9 @@ def front_end_count(config: ServeConfig) -> int:
 class FrontEndServer:
     """gRPC server whose connections are accepted by front-end processes.
 
-    The services run in the server's process, which creates this object. The front ends share the
-    port through SO_REUSEPORT: the kernel distributes the connections among them. If a front end
-    ends, it is restarted.
+    The services run in the server's process, which creates this object. The front-end processes
+    share the port through SO_REUSEPORT: the kernel distributes the connections among them. If a
+    front-end process ends, it is restarted.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class FrontEndServer:
         """Reserve the port. `start` starts the front-end processes.
 
         Args:
-            count: Number of front ends.
+            count: Number of front-end processes.
             config: Server settings.
             interceptors: Interceptors of all calls, the outermost first.
 
@@ -94,10 +95,10 @@ class FrontEndServer:
         self._handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
     async def start(self) -> None:
-        """Start the front ends, and wait until all accept connections.
+        """Start the front-end processes, and wait until all accept connections.
 
         Raises:
-            ServingError: a front end ended before it accepted connections.
+            ServingError: a front-end process ended before it accepted connections.
         """
         self._front_ends = [self._new_front_end() for _ in range(self._count)]
         await asyncio.gather(*(front_end.start() for front_end in self._front_ends))
@@ -106,7 +107,7 @@ class FrontEndServer:
         ]
 
     async def stop(self, grace: float | None = None) -> None:
-        """Reject new calls, wait for open ones, and end the front ends. Idempotent.
+        """Reject new calls, wait for open ones, and end the front-end processes. Idempotent.
 
         Args:
             grace: Time limit of the open calls in seconds. None: cancel them at once.
@@ -126,22 +127,26 @@ class FrontEndServer:
         return _FrontEnd(self._arguments, self._find_handler)
 
     async def _restart_when_ended(self, index: int) -> None:
-        """Restart front end number `index`, counted from 0, whenever its process ends."""
+        """Restart front-end process number `index`, counted from 0, whenever it ends."""
         loop, pause_s = asyncio.get_running_loop(), 0.0
         while True:
             started = loop.time()
             reason = await self._front_ends[index].ended()
             is_short = loop.time() - started < _MIN_UPTIME_S
             pause_s = min(max(2 * pause_s, _MIN_PAUSE_S), _MAX_PAUSE_S) if is_short else 0.0
-            _log.error("%s; its connections are lost, and it restarts in %g s", reason, pause_s)
+            _log.error(
+                "%s; its connections are lost; a new front-end process starts in %g s",
+                reason,
+                pause_s,
+            )
             await asyncio.sleep(pause_s)
             try:
                 self._front_ends[index] = self._new_front_end()
                 await self._front_ends[index].start()
             except ServingError:
-                pass  # it ended again; the next iteration logs that
+                pass  # the new process has ended already; the next iteration logs that
             except OSError as error:  # too many processes or open files, or too little memory
-                _log.error("cannot start a front end: %s", error)
+                _log.error("cannot start a front-end process: %s", error)
 
 
 class _FrontEnd:
@@ -245,7 +250,9 @@ def _certificate_files(config: ServeConfig) -> CertificateFiles | None:
 
 
 def _reserved_port(host: str, port: int) -> socket.socket:
-    """Return a socket that reserves a port for the server and its front ends, without listening.
+    """Return a socket that is bound to a port but does not listen.
+
+    While the socket is open, it reserves the port for the front-end processes, which listen on it.
 
     Raises:
         ServingError: the port is in use, or the host is not an address of this machine.
@@ -254,8 +261,8 @@ def _reserved_port(host: str, port: int) -> socket.socket:
     reserved = socket.socket(family)
     try:
         # Connections of an earlier server may still use the port, so SO_REUSEADDR is set while
-        # binding. SO_REUSEPORT lets the front ends share the port. It is set only after binding,
-        # because otherwise two servers could reserve the same port.
+        # binding. SO_REUSEPORT lets the front-end processes share the port. It is set only after
+        # binding, because otherwise two servers could reserve the same port.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))

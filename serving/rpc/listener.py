@@ -52,7 +52,7 @@ def listening_server(
     certificate: ServerCertificate | None,
     interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # generic in stubs only
 ) -> tuple[grpc.aio.Server, int]:
-    """Create a gRPC server and bind it to its port. It has no services and is not started.
+    """Create a gRPC server without services, and bind it to its port. It is not started yet.
 
     Args:
         config: Server settings.
@@ -108,7 +108,7 @@ def listening_socket(host: str, port: int, name: str) -> socket.socket:
     Raises:
         ServingError: the port is in use, or the host is not an address of this machine.
     """
-    both = host == "::" and socket.has_dualstack_ipv6()  # gRPC too listens on both
+    both = host == "::" and socket.has_dualstack_ipv6()  # IPv4 and IPv6, as gRPC does
     try:
         family, address = bind_address(host, port)
         return socket.create_server(address, family=family, dualstack_ipv6=both, backlog=_BACKLOG)
@@ -129,7 +129,7 @@ def bind_address(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
         found = socket.getaddrinfo(host or None, port, type=kind, flags=flags)
-    except UnicodeError:  # such as an empty label
+    except UnicodeError:  # such as a name with an empty label
         raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is not a host name") from None
     family, _, _, _, address = min(found, key=itemgetter(0))  # AF_INET is less than AF_INET6
     return family, address
@@ -208,18 +208,18 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 
 
 def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, int]]:
-    """Return the gRPC options of the server or, if `front_ends` is above 0, of each front end.
+    """Return the gRPC options of the server or, if there are any, of each front-end process.
 
     `front_ends` is the number of front-end processes. Each accepts an equal share of
-    `config.max_connections`. Only this limit is divided. The limit on pending calls applies to each
-    process. The remaining limits apply to each connection.
+    `config.max_connections`. No other limit is divided: the limit on pending calls applies to each
+    process, and the remaining limits apply to each connection.
     """
     connections = math.ceil(config.max_connections / max(1, front_ends))
     ports = 1 if front_ends or config.http_port is None else 2
     options = {
         "grpc.max_receive_message_length": config.max_message_mb << 20,
         "grpc.max_send_message_length": -1,
-        # 0 without front ends: otherwise two servers could share a port unnoticed.
+        # 0 without front-end processes, because two servers could share a port unnoticed.
         "grpc.so_reuseport": int(front_ends > 0),
         "grpc.max_allowed_incoming_connections": allowed_connections(connections, ports),
         "grpc.max_concurrent_streams": _MAX_STREAMS,

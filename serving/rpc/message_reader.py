@@ -22,7 +22,7 @@ _UNCHECKED_BYTES = 256 << 10
 # once parsed.
 _MAX_FIELDS: Final = 4096
 # Maximum total size in bytes of a message's packed varints and strings. They are parsed one by one:
-# 8 MiB take about 60 ms. The pixels of an 800x1333 image fit.
+# 8 MiB take about 60 ms. The pixels of an 800x1333 image, as packed varints, fit.
 _MAX_LISTED_BYTES: Final = 8 << 20
 
 # Protobuf wire types. Types 3 and 4 belong to groups, which our messages do not use.
@@ -256,9 +256,9 @@ def check_message(message: bytes, kind: Descriptor) -> None:
             listed_bytes += field.end - field.start
         if listed_bytes > _MAX_LISTED_BYTES:
             raise InvalidRequestError(
-                f"at its field {path}, the message exceeds the limit of "
-                f"{_MAX_LISTED_BYTES >> 20} MiB for all numbers and strings together; send images "
-                "as files, or pixels as raw contents (raw_input_contents)"
+                f"the message has more than {_MAX_LISTED_BYTES >> 20} MiB of integers and strings "
+                f"(the limit is exceeded at the field {path}); send images as files, or pixels as "
+                "raw contents (raw_input_contents)"
             )
 
 
@@ -267,9 +267,9 @@ def _walk(
 ) -> Iterator[tuple[str, _Field]]:
     """Yield a pair `(path, field)` per field in `message[start:end]`, including nested messages.
 
-    The offsets in `field` refer to `message`, and `kind` is the message type. `path` is `prefix`
-    plus the field's name if the field is a string or packed varints, which count towards the
-    limit of 8 MiB. For all other fields, `path` is empty.
+    `kind` is the message type. The offsets in `field` refer to `message`. If a field is a string or
+    packed varints, it counts towards `_MAX_LISTED_BYTES`, and `path` is `prefix` plus the field's
+    name. For all other fields, `path` is empty.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)

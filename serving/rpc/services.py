@@ -123,8 +123,8 @@ class DetectorService:
             admission: Context manager that holds an admission slot. None: acquire a slot from the
                 model's `AdmissionController`.
             finish: Function that converts the encoder's result to the value to return. It runs in a
-                thread of this process. The wait for the thread and the run count as encoding time.
-                None: return the encoder's result.
+                thread of this process. The encoding time includes the wait for the thread and the
+                run. None: return the encoder's result.
             finish_memory: Peak memory of `finish` in bytes per pixel of the image.
 
         Returns:
@@ -176,7 +176,7 @@ class DetectorService:
             return response
 
     def find(self, name: str) -> Pipeline:
-        """Return the pipeline that serves the model `name`, or the first one if `name` is empty.
+        """Return the pipeline that serves the model `name`. If `name` is empty, return the first.
 
         Raises:
             ModelNotFoundError: no served model has this name.
@@ -221,8 +221,8 @@ def add_detector_service(service: DetectorService, server: GrpcServer) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
 
 
-# grpc_health's own servicer does not end open Watch calls, so a graceful shutdown would wait for
-# them until its grace period is over.
+# The base class does not end open Watch calls, so a graceful shutdown would wait for them until the
+# grace period is over.
 class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
     """Health servicer that reports the state of the server, its services and its models.
 

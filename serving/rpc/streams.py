@@ -1,4 +1,4 @@
-"""Request streams: back-pressure instead of rejections, and graceful end when the server stops."""
+"""gRPC request streams: back-pressure instead of rejections, and a graceful end at shutdown."""
 
 import asyncio
 import contextlib
@@ -25,9 +25,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class Streams(Generic[Request]):
     """Open request streams of a gRPC service.
 
-    If too few admission slots are free, a request of a stream waits for them. It is not rejected
-    for exceeding its connection's fair share of the slots, as a unary request would be. While it
-    waits, no further request is read from the stream, so HTTP/2 flow control slows the client down.
+    Each image of a request needs an admission slot. If too few slots are free, a request of a
+    stream waits for them. A unary request is rejected if it exceeds its connection's fair share.
+    While a request waits, no further request is read from its stream, so HTTP/2 flow control slows
+    the client down.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ Matches = tuple[Tensor, Tensor, Tensor]
 
 
 def match_by_definition(boxes: Tensor, labels: Tensor, candidates: Tensor, rule: Rule) -> Matches:
-    """Match by the definition of the contract, image by image."""
+    """Match as specified, image by image."""
     foreground, background, low_quality = rule
     foreground, background = np.float32(foreground), np.float32(background)
     shape = len(boxes), candidates.shape[1]

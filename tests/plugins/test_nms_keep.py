@@ -19,7 +19,7 @@ from maskrcnn_trt.plugins.nms_keep import nms_keep
 def keep_by_definition(
     boxes: Tensor, classes: Tensor, iou_threshold: float, max_keep: int
 ) -> Tensor:
-    """The contract word by word, in single precision."""
+    """The specification word by word, in single precision."""
     keep = np.zeros(classes.shape, dtype=bool)
     for set_boxes, set_classes, set_keep in zip(boxes.numpy(), classes.numpy(), keep, strict=True):
         for j in range(len(set_classes)):

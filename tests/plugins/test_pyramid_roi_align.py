@@ -44,7 +44,7 @@ from maskrcnn_trt.plugins.runtime.launching import launch_kernel
 
 
 def pool_by_definition(features: Sequence[Tensor], rois: Tensor, mode: Mode) -> Tensor:
-    """Pool by the definition of the contract: one RoI, cell and sample at a time."""
+    """Pool as specified: one RoI, cell and sample at a time."""
     batch, count, _ = rois.shape
     pooled = np.zeros((batch, count, features[0].shape[1], SIDE, SIDE))
     for image in range(batch):

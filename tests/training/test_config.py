@@ -103,6 +103,7 @@ REFUSED = {
     "=1": "override '=1' is not of the form key.path=value",
     "seed=[1": "the value of override 'seed=[1' is not YAML",
     "device.name=cpu": "device.name cannot be set, because device is a value, not a section",
+    "solver.base_lr.max=1": "solver.base_lr.max cannot be set, because solver.base_lr is a value",
 }
 
 

@@ -23,13 +23,13 @@ def test_fused_layers_are_as_accurate_as_separate_ones(features: str, device: st
     fuse_layers(fused)
     exact = gradients(deepcopy(model).double(), autocast=False)
     fp32, bf16, separate_bf16 = (
-        sum((a - b).norm() / b.norm() for a, b in zip(rounded, exact, strict=True)) / len(exact)
+        torch.stack([(a - b).norm() / b.norm() for a, b in zip(rounded, exact, strict=True)])
         for rounded in (gradients(fused, False), gradients(fused, True), gradients(model, True))
     )
-    # Not compared with the error without fusion: both are either 1e-6, or 1e-3 if a rounding error
-    # changes the sign of a ReLU's input.
-    assert 0 < fp32 < 0.01
-    assert 0 < bf16 < 1.2 * separate_bf16 < 0.3
+    # If a rounding error changes the sign of a ReLU's input, the errors of all layers before it are
+    # about 1e-3. So check the smallest quarter of the errors.
+    assert 0 < fp32.quantile(0.25) < 1e-5
+    assert 0 < bf16.mean() < 1.2 * separate_bf16.mean() < 0.3
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -83,7 +83,9 @@ def data() -> None:
     callback=_classes_from_text,
     help="Shapes to draw, in the order of their category ids. Default: all shapes.",
 )
-@click.option("--workers", type=click.IntRange(1), help="Processes. Default: one per core.")
+@click.option(
+    "--workers", type=click.IntRange(1), help="Number of processes. Default: one per core."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the data set in DIR.")
 def synthetic(
     folder: Path,

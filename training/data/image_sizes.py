@@ -11,7 +11,7 @@ from ...model.image_limits import ImageError
 
 # Formats that `decode_image` reads, and BMP and TIFF, which `read_image_file` converts to PNG.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
-# First of the EXIF orientations that swap width and height: 5 to 8.
+# The EXIF orientations from this one to 8 swap width and height.
 _FIRST_SWAPPED = 5
 
 
@@ -34,7 +34,7 @@ def read_header_size(path: Path) -> HeaderSize:
             supported format.
     """
     try:
-        image_file_size(path)  # raises an error for a pipe, because opening it would block
+        image_file_size(path)  # rejects pipes, because opening a pipe would block
         with warnings.catch_warnings():
             # The pixels are not decoded, so a large image is harmless here.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)

@@ -41,10 +41,10 @@ class LimitedImages:
         self._candidates = (scores > self._config.score_threshold).sum(dim=1)
 
     def add(self, num_detections: Tensor) -> None:
-        """Count the images whose detections in the model's last output may be incomplete.
+        """Count the images of the model's most recent call whose detections may be incomplete.
 
         Args:
-            num_detections: [B] int64: number of detections of each image in this output.
+            num_detections: [B] int64: number of detections that the call returned for each image.
         """
         candidates = self._candidates.view(len(num_detections), -1).sum(dim=1)
         limited = candidates > self._config.nms_candidates

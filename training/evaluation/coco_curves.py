@@ -24,9 +24,10 @@ logger = logging.getLogger(__name__)
 IouType = Literal["bbox", "segm"]
 IOU_TYPES: tuple[IouType, IouType] = ("bbox", "segm")
 AREAS = ("all", "small", "medium", "large")
-# Maximum numbers of detections per image for which COCO computes metrics.
+# Limits on the number of detections per image (COCO's `maxDets`). Each has its own metrics.
 LIMITS = (1, 10, 100)
-# With fewer detections, further processes take longer to start than they save.
+# Minimum number of detections for which several processes are used. With fewer detections, starting
+# the processes takes longer than they save.
 _PARALLEL_FROM = 10_000
 _MAX_PROCESSES = 8
 
@@ -40,7 +41,7 @@ class Curves(NamedTuple):
     # Precision at recall 0, 0.01, ..., 1. Axes: IoU 0.50, 0.55, ..., 0.95; recall; class in
     # ascending order of id; `AREAS`; `LIMITS`.
     precision: NDArray[np.float64]
-    # Final recall. Axes: IoU, class, area, limit.
+    # Recall of all detections, at any score. Axes: IoU, class, area, limit.
     recall: NDArray[np.float64]
 
 
@@ -89,7 +90,7 @@ def _curves_of_pycocotools(
         if results:
             detections = truth.loadRes([dict(result) for result in results])
         else:
-            # `loadRes` fails on an empty list, so load a file without annotations instead.
+            # `loadRes` fails on an empty list, so load the data set without annotations instead.
             detections = _load(COCO(), {**ground_truth, "annotations": []})
         evaluation = COCOeval(truth, detections, iou_type)
         evaluation.evaluate()
@@ -138,8 +139,8 @@ def _class_curves(tasks: list[_ClassTask]) -> Iterable[Curves]:
     if processes == 1 or sum(len(task.detections) for task in tasks) < _PARALLEL_FROM:
         return map(_curves_of_class, tasks)
     try:
-        # Use processes, because threads would wait for the GIL. Forked processes inherit the tasks
-        # and use no GPU.
+        # Use processes, because threads would wait for the GIL. Fork them, so that they inherit the
+        # tasks. A fork is safe although this process may use a GPU, because the forked ones do not.
         with ProcessPoolExecutor(
             processes, get_context("fork"), initializer=_initialise_process, initargs=(tasks,)
         ) as pool:

@@ -66,7 +66,7 @@ def warn_of_other_sizes(data: DataConfig, checkpoint: Checkpoint) -> None:
     others = {key: value for key, value in expected.items() if getattr(data, key) != value}
     if others:
         logger.warning(
-            "the input sizes of this evaluation differ from the checkpoint's input sizes, which an "
-            "export would use; to evaluate with the checkpoint's input sizes, pass %s",
+            "the input sizes or the resize rule of this evaluation differ from the checkpoint's, "
+            "which an export would use; to evaluate with the checkpoint's values, pass %s",
             shlex.join(f"data.{key}={text_from_value(value)}" for key, value in others.items()),
         )

@@ -45,7 +45,10 @@ def draw_detections(
 
 
 def join_drawings(paths: Iterable[Path], image: Path) -> None:
-    """Stack the images `paths` from top to bottom in the PNG file `image`. Skip missing files."""
+    """Stack the image files `paths` from top to bottom, and write them as one PNG file, `image`.
+
+    Missing files are skipped.
+    """
     drawings = [Image.open(path) for path in paths if path.exists()]
     size = max(d.width for d in drawings), sum(d.height for d in drawings)
     joined, top = Image.new("RGB", size, "white"), 0

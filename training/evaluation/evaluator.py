@@ -108,17 +108,18 @@ class CocoEvaluator:
         return shared
 
     def _warn(self, images: int, limited_images: int) -> None:
-        """Warn of images with too many candidates, and of images that could not be read.
+        """Warn of images with incomplete detections, and of images that could not be read.
 
         Args:
             images: Number of evaluated images.
-            limited_images: Number of images with more than `roi.nms_candidates` candidates.
+            limited_images: Number of images whose detections may be incomplete because of
+                `roi.nms_candidates`.
         """
         if limited_images:
             logger.warning(
-                "in %s, more pairs of box and class exceeded roi.score_threshold than "
-                "roi.nms_candidates allows; those with the lowest scores were left out before "
-                "NMS; raise model.roi.nms_candidates (at most 16384)",
+                "detections in %s may be incomplete: more than roi.nms_candidates pairs of box and "
+                "class exceeded roi.score_threshold, and the pairs with the lowest scores were "
+                "dropped before NMS; raise model.roi.nms_candidates (at most 16384)",
                 counted(limited_images, "image"),
             )
         if images < len(self._dataset):
@@ -149,8 +150,8 @@ def evaluate_model(
     """
     threads, paste = len(os.sched_getaffinity(0)), model.config.mask_paste
     pending: deque[Future[list[tuple[int, ImageDetections]]]] = deque()
-    # Threads paste the masks of a batch while the model computes the next ones. The number of
-    # pending batches is limited, because the outputs of a fast model would fill the memory.
+    # Threads paste the masks of a batch while the model computes the next batches. The number of
+    # pending batches is limited. Otherwise, the outputs of a fast model would fill the memory.
     with _evaluating(model), LimitedImages(model) as limited, ThreadPoolExecutor(threads) as pool:
         for batch in prefetch_batches(device, batches):
             with torch.autocast(device.type, autocast, enabled=autocast is not None):

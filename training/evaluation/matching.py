@@ -14,7 +14,7 @@ from ..data.coco.dataset import CocoDataset, ImageRecord
 
 # Minimum mask IoU of a detection with the object that it matches.
 MIN_IOU = 0.5
-# Score threshold of a class without a correct detection, which has no best threshold.
+# Score threshold of a class without any correct detection. Such a class has no best threshold.
 DEFAULT_THRESHOLD = 0.5
 
 
@@ -39,7 +39,7 @@ class MatchedImage(NamedTuple):
 
     @property
     def ignored(self) -> NDArray[np.bool_]:
-        """`[D]`: whether each detection matches a crowd, and so is neither right nor wrong."""
+        """`[D]`: whether each detection matches a crowd. It is then neither correct nor wrong."""
         inside: NDArray[np.bool_] = np.append(self.crowds, False)[self.matches]
         return inside
 
@@ -60,7 +60,7 @@ class MatchedImage(NamedTuple):
 class ClassCurve(NamedTuple):
     """Precision and recall of one class at N score thresholds, from high to low."""
 
-    # Objects of the class that are not crowds.
+    # Number of objects of the class, without crowds.
     objects: int
     # [N] distinct scores, used as thresholds.
     scores: NDArray[np.float64]
@@ -182,10 +182,10 @@ def _match(
 ) -> NDArray[np.int64]:
     """Return for each detection `[D]` the index of the instance that it matches. -1: no match.
 
-    Detections are matched in the order of the rows of `ious`. Candidates of a detection are the
-    allowed instances, crowds excluded, with an IoU of at least 0.5 that no earlier detection
-    matches. The detection matches the candidate with the highest IoU. If it has no candidate, it
-    matches the allowed crowd with the highest IoU, if that is at least 0.5. Any number of
+    Detections are matched in the order of the rows of `ious`. An instance is a candidate if it is
+    allowed, is not a crowd, has an IoU of at least 0.5 with the detection, and matches no earlier
+    detection. The detection matches the candidate with the highest IoU. Without a candidate, it
+    matches the allowed crowd with the highest IoU, if this IoU is at least 0.5. Any number of
     detections can match the same crowd.
 
     Args:

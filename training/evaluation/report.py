@@ -21,7 +21,7 @@ from .coco_metrics import IOU_TITLES, metric_text
 from .matching import ClassCurve, class_curves, confusion_matrix, matched_images
 from .worst_images import draw_worst_images
 
-# With more classes, the curves have no legend, and the cells of the matrix show no counts.
+# Maximum number of classes for a legend beside the curves, and counts in the cells of the matrix.
 _MAX_LABELS = 20
 _STYLE = """
 body { font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }
@@ -69,7 +69,7 @@ def write_report(
 {_summary_table(metrics)}
 <h2>Classes</h2>
 <p>A detection is correct if its mask has an IoU of at least 0.5 with an object of its class.
-The best threshold is the minimum score with the highest F1.</p>
+The best threshold of a class is the minimum score that gives the highest F1.</p>
 {_class_table(names, curves, metrics)}
 <h2>Precision and recall</h2>
 {_image(_curves_figure(drawn_names, curves), "Precision-recall curves")}

@@ -35,7 +35,7 @@ _DRAWN_AFTER = (0.1, 0.3, 1.0)
 
 
 class ExpectationError(Exception):
-    """A metric in `evaluation.expected` is too low by more than the tolerance, or is missing."""
+    """A metric is missing, or too far below its value in `evaluation.expected`."""
 
 
 class Validation:
@@ -154,7 +154,7 @@ class Validation:
 
     @contextmanager
     def _memory_errors(self) -> Iterator[None]:
-        """Convert torch's error in a `with` block to `GpuMemoryError`."""
+        """Convert torch's out-of-memory error in a `with` block to `GpuMemoryError`."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -169,7 +169,7 @@ class Validation:
     def _loader(self, *, ground_truth: bool = False) -> BatchLoader:
         worker, dataset = self._worker, self._dataset
         if ground_truth:
-            # The losses need the labels of the model, which may have other classes.
+            # The losses need the model's labels, which can differ from those of the data set.
             labels = {category: label for label, category in enumerate(self._categories, start=1)}
             new_labels = [labels[category] for category in dataset.categories]
             dataset = copy.copy(dataset)

@@ -21,9 +21,9 @@ class ImageErrors(NamedTuple):
     record: ImageRecord
     # Detections with a score of at least the threshold of their class.
     detections: tuple[Instance, ...]
-    # Objects without a detection of their class.
+    # Number of objects without a detection of their class.
     missed: int
-    # Detections without an object of their class.
+    # Number of detections without an object of their class.
     wrong: int
 
 

@@ -30,7 +30,7 @@ def initial_checkpoint(reference: str | None) -> Checkpoint:
     Raises:
         CheckpointError: The weights cannot be read or converted.
         ZooError: The published model in `reference` does not exist, or is not supported.
-        DownloadError: The download failed, or the file has another checksum.
+        DownloadError: The download failed, or the downloaded file has a wrong checksum.
     """
     if reference is None:
         backbone = BackboneConfig(norm="gn", frozen_stages=0, fpn_norm="gn")

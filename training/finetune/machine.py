@@ -1,4 +1,4 @@
-"""Properties of the machine that a configuration must fit: device, memory and cores."""
+"""Machine properties to which a configuration is fitted: device, memory and CPU cores."""
 
 import os
 from typing import Literal, NamedTuple, cast
@@ -13,7 +13,7 @@ class Machine(NamedTuple):
     """Training device, free memory for each training process, and CPU cores."""
 
     device: Literal["cpu", "cuda"]
-    # Free memory in bytes of the GPU. On a CPU: free memory of the machine divided by `processes`.
+    # Free GPU memory in bytes. On a CPU: free memory of the machine in bytes, per process.
     memory: int
     has_bf16: bool
     cores: int
@@ -22,10 +22,10 @@ class Machine(NamedTuple):
 
 
 def common_machine(worker: Worker) -> Machine:
-    """Return properties that the machines of all ranks have. Every rank must call this function.
+    """Return properties that suit the machines of all ranks. Every rank must call this function.
 
-    The result is the same on all ranks: the least free memory, the fewest cores, and bf16 only if
-    all GPUs have it.
+    The result is the same on all ranks: the least free memory of any rank, the fewest cores of any
+    rank, and bf16 only if the GPUs of all ranks support it.
     """
     machines = worker.gather(_own_machine(worker))
     common = None

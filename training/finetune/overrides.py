@@ -40,10 +40,10 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def output_folder(path: Path, given: dict[str, Any]) -> Path:
-    """Return the folder of the run: `output_dir` if set, else a default for the data set.
+    """Return the folder of the run: `output_dir` if set, else `runs/finetune-NAME`.
 
-    `path` is the path of the data set. `given` contains the values that the user has set, by dotted
-    key.
+    NAME is the name of the data set's folder. `path` is the path of the data set. `given` contains
+    the values that the user has set, by dotted key.
     """
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     return Path(given.get("output_dir") or Path("runs") / f"finetune-{folder.name}")

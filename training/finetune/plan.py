@@ -18,7 +18,7 @@ from .machine import Machine
 
 # Input sizes are multiples of this number of pixels.
 _STRIDE = 32
-# Memory for weights, optimiser and libraries, and for each input pixel of a batch, in bytes.
+# Memory in bytes: fixed (weights, optimiser and libraries), and per input pixel of a batch.
 # Measured with torchvision's maskrcnn_resnet50_fpn_v2: on a GPU in 16-bit arithmetic, and on a CPU
 # in fp32 with `_CPU_ROIS`.
 _FIXED_MEMORY = {"cuda": 2.0e9, "cpu": 1.5e9}
@@ -62,7 +62,7 @@ class ImageStatistics:
     count: int
     # Median of the shorter side in pixels.
     shorter_side: int
-    # 95 % quantile of the longer side relative to the shorter side.
+    # 95 % quantile of the ratio of the longer side to the shorter side.
     aspect: float
 
     @classmethod
@@ -158,7 +158,7 @@ def _input_size(
         limits.append((_CPU_SIZE, "no GPU"))
     aspect = min(images.aspect, trained.max_size / trained.min_size)
     affordable = (_usable_memory(machine) / _PIXEL_MEMORY[machine.device] / aspect) ** 0.5
-    limits.append((int(affordable), "memory for one image per step"))
+    limits.append((int(affordable), "limited by memory for one image per step"))
     if max_size := int(given.get("data.max_size", 0)):
         limits.append((max_size, "limited by data.max_size"))
     if buckets := _given_buckets(given):
@@ -178,15 +178,15 @@ def _input_size(
 
 
 def _given_buckets(given: Mapping[str, Any]) -> tuple[ShapeBucket, ...]:
-    """Return the valid ones of the shape buckets that the user has set, if any."""
+    """Return the shape buckets that the user has set, without invalid ones. Empty: none is set."""
     buckets = TypeAdapter(tuple[ShapeBucket, ...]).validate_python(given.get("data.buckets", ()))
     return tuple(bucket for bucket in buckets if bucket.is_multiple_of_step)
 
 
 def _other_side(buckets: Sequence[ShapeBucket], side: int) -> int:
-    """Return how long the second side of an image may be if the first has `side` pixels.
+    """Return the maximum length in pixels of an image's other side if one side has `side` pixels.
 
-    The image must fit one of the buckets as landscape, and one as portrait. 0: it cannot.
+    The image must fit one of the buckets as landscape, and one as portrait. 0: no length fits.
     """
     widths = (bucket.width for bucket in buckets if bucket.height >= side)
     heights = (bucket.height for bucket in buckets if bucket.width >= side)

@@ -244,7 +244,8 @@ def _usable_records(
 ) -> tuple[list[ImageRecord], tuple[str, ...]]:
     """Return the records with usable image files, and the paths of unusable files with reasons.
 
-    A file is usable if its header can be read and states the annotated size, which must be allowed.
+    A file is usable if its header can be read and states the annotated size, and this size is
+    within the limits of `check_size`.
 
     Raises:
         DataError: No file is usable.

@@ -41,8 +41,8 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
             images are held out, the two parts are written to `train.json` and `val.json`.
 
     Raises:
-        DataError: None of several splits is named as the training set, more than one split could be
-            the training or the validation set, or the annotations cannot be read.
+        DataError: There are several splits, and no name contains "train". More than one split could
+            be the training or the validation set. The annotations cannot be read.
     """
     names = list(layout.splits)
     train = _split_named(names, "train") or (names[0] if len(names) == 1 else None)

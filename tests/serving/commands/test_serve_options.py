@@ -171,7 +171,7 @@ def test_times_are_at_most_a_day(name: str, value: str) -> None:
         ({"prot": "1"}, "did you mean MASKRCNN_PORT?"),
         (
             {"service_host": "10.0.0.1", "port": "tcp://10.0.0.1:80"},
-            "MASKRCNN_PORT is tcp://10.0.0.1:80, which Kubernetes sets for a service; set "
+            "Kubernetes has set MASKRCNN_PORT to tcp://10.0.0.1:80 for a service; set "
             "`enableServiceLinks: false`",
         ),
         ({"max_batch": "0"}, "MASKRCNN_MAX_BATCH is 0; allowed: whole number, >= 1"),

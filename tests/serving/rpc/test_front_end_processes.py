@@ -117,7 +117,7 @@ async def test_front_end_that_cannot_start_is_tried_again(
     os.kill(killed, signal.SIGKILL)
     await asyncio.to_thread(wait_until, lambda: front_end_pids(os.getpid()) - {killed})
     await server.stop()
-    assert "cannot start a front end: no more processes" in caplog.text
+    assert "cannot start a front-end process: no more processes" in caplog.text
 
 
 @pytest.mark.slow

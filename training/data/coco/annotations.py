@@ -12,8 +12,8 @@ from ....model.masks import Rle, coco_from_rle, mask_from_rle
 from .numbers import id_from, integer_from
 from .segmentation_masks import Region, Ring, Segmentation, mask_from_segmentation
 
-# Largest valid absolute value of a coordinate, in multiples of the image's longer side. The memory
-# and time that pycocotools needs for a polygon are proportional to its extent.
+# Largest valid absolute value of a coordinate, in multiples of the image's longer side. The limit
+# is needed because pycocotools' memory and time for a polygon are proportional to its extent.
 MAX_EXTENT = 10
 # A tuple, because `isinstance` takes three times as long with the type `int | float`.
 _NUMBERS = (int, float)
@@ -264,8 +264,8 @@ def _rle_from(value: Mapping[str, Any], height: int, width: int) -> Rle:
         elif isinstance(counts, str):
             counts = counts.encode()
         result = Rle(height, width, counts)
-        # Decode the RLE once as a check. If its runs end before the last pixel, pycocotools leaves
-        # pixels uninitialized.
+        # Decode the RLE once, to raise an error if its runs do not add up to the number of pixels.
+        # pycocotools would leave the remaining pixels uninitialized.
         mask_from_rle(result)
     except (TypeError, ValueError, OverflowError):
         raise InvalidAnnotationError("RLE is damaged") from None

@@ -47,9 +47,9 @@ def with_ids_of(dataset: CocoDataset, known: Sequence[Category]) -> tuple[Catego
         ((name, count),) = Counter(category.name for category in categories).most_common(1)
         if count > 1:
             raise ConfigError(
-                f"the category ids in {dataset.name} are not those of the model, and names do not "
-                f"tell the classes apart, because {count} have the name {name!r}; give the "
-                "categories of this file the ids of the model"
+                f"the category ids in {dataset.name} are not those of the model, and the classes "
+                f"cannot be matched by name, because {count} have the name {name!r}; give the "
+                "categories in this file the ids of the model"
             )
     ids = {category.name: category.id for category in dataset.categories}
     used = {*ids.values(), *(category.id for category in known)}
@@ -84,9 +84,9 @@ def _remedy(name: str, known: Sequence[Category]) -> str:
         if _folded(category.name) == _folded(name):
             return f"rename the category to {category.name!r} in this file"
     return (
-        "give the category the name of a class of the model, or remove it (from a COCO file, with "
-        "`maskrcnn data filter --classes`; for converted weights, set the model's classes with "
-        "`maskrcnn weights convert --categories`)"
+        "give the category the name of a class of the model, or remove the category (in a COCO "
+        "file, with `maskrcnn data filter --classes`); if the model's weights were converted, its "
+        "classes can be set with `maskrcnn weights convert --categories`"
     )
 
 

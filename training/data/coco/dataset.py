@@ -87,8 +87,8 @@ class CocoDataset:
         Args:
             config: Paths of the image folder and the annotation file.
             on_broken: "skip": leave out invalid entries, and log a warning with their count.
-                "refuse": raise `DataError` if there are any. An image whose file is missing is an
-                invalid entry.
+                "refuse": raise `DataError` if there are invalid entries. An image whose file is
+                missing is an invalid entry.
             source: Annotations converted from another format. If they are given, the annotation
                 file is not read. None: read the annotation file, which must be in COCO format.
 
@@ -171,7 +171,8 @@ class CocoDataset:
                 "%s: skipped invalid entries: %s%s",
                 self.name,
                 summary_of(self.faults),
-                f"; objects of {skipped} of {annotations} annotations count as background"
+                f"; {skipped} of {annotations} annotations are skipped, so their objects count as "
+                "background"
                 if skipped
                 else "",
             )
@@ -180,7 +181,7 @@ class CocoDataset:
 
 
 def summary_of(findings: Mapping[str, Sequence[str]]) -> str:
-    """Format the number and some names of invalid or repaired entries, by reason, for a message.
+    """Format invalid or repaired entries for a message: their number and some names, by reason.
 
     `findings` maps reasons, such as "images: file missing", to names of entries.
     """
@@ -257,7 +258,9 @@ def _categories_from(
     for title, count in frequency.items():
         if count > 1:
             # Metrics are stored by class name, so equal names would be merged.
-            repairs["categories: name of several ids; the id was added to the name"].append(title)
+            repairs["categories: several have the same name; the id was added to each name"].append(
+                title
+            )
     return tuple(
         Category(id=id_, name=title if frequency[title] == 1 else f"{title} ({id_})")
         for id_, title in sorted(names.items())

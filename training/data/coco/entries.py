@@ -50,8 +50,8 @@ def index_images(
         folder: Image folder.
         faults: File names by reason. The name of each invalid entry is added, or its id if the
             name is missing.
-        repairs: File names by reason. An entry's name is added if it gets a new id, or if its file
-            is found at another path.
+        repairs: File names by reason. The name of an entry is added if the entry gets a new id, or
+            if its file is found at another path.
     """
     names = {name for entry in entries if isinstance(name := entry.get("file_name"), str)}
     found = find_image_paths(folder, names)

@@ -44,8 +44,8 @@ def mask_from_segmentation(
         return resized_mask(mask_from_rle(segmentation), target, (left, top, right, bottom))
     # Vertices are scaled before they are rasterized, so that edges stay sharp.
     scale = np.array([width / (right - left), height / (bottom - top)])
-    # Rasterizing takes time proportional to the edge length. After scaling, an object around a tiny
-    # region has huge edges, so clip the coordinates.
+    # Rasterizing takes time proportional to the edge length. If the region is tiny compared with
+    # the object, the scaled edges are huge, so clip the coordinates.
     limit = _CLIP_FACTOR * max(target)
     rings = [
         ((ring.reshape(-1, 2) - (left, top)) * scale).clip(-limit, limit).ravel()
@@ -60,7 +60,7 @@ def resized_mask(
 ) -> NDArray[np.uint8]:
     """Crop a mask [H, W] to a box, and resize the crop to `target` (h, w).
 
-    `region` is the box: xyxy in pixels of the given mask. Both masks contain 0 and 1.
+    `region` is the box: xyxy in pixels of `mask`. Argument and result contain 0 and 1.
     """
     # Use the filter with which the image is resized, so that mask and image stay aligned.
     image = Image.fromarray(mask * np.uint8(255))

@@ -28,7 +28,7 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     The image folder of a split is the first of these folders that contains an image of the split:
 
     1. Subfolders of `folder` and of `folder/images` whose name is the end of the split's name
-       (`val2014/` for `minival2014`) or its synonym (`valid/` for `val`), longest name first.
+       (`val2014/` for `minival2014`) or a synonym of it (`valid/` for `val`), longest name first.
     2. `folder/images`, unless a subfolder of it is named after another split.
     3. `folder`.
     4. All other subfolders of `folder` and of `folder/images`. A subfolder is excluded if it is
@@ -42,7 +42,9 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     """
     files = annotation_files(folder)
     if not files:
-        raise DataError(f"{folder} has no annotations/*.json; pass a folder that has them")
+        raise DataError(
+            f"{folder} has no annotations/*.json; pass a folder that contains such files"
+        )
     return pair_splits(folder, {file.stem.removeprefix(_PREFIX): file for file in files})
 
 
@@ -62,19 +64,21 @@ def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, Dataset
         names = ", ".join(f"{name}/" for name in ("images", *by_split))
         raise DataError(
             f"{folder} has annotations but none of the image folders {names}; move or link the "
-            "images there, or pass another folder"
+            "images into one of these folders, or pass another folder"
         )
     splits = {}
     for split, images in folders.items():
         if images is None:
-            logger.warning("%s: no image folder %s/; the split is left out", by_split[split], split)
+            logger.warning(
+                "%s: image folder %s/ not found; the split is left out", by_split[split], split
+            )
         else:
             splits[split] = DatasetConfig(images=images, annotations=by_split[split])
     return splits
 
 
 def splits_named(names: Iterable[str], word: str) -> list[str]:
-    """Return the names of splits that contain `word`, such as "train". The case is ignored.
+    """Return the split names that contain `word`, such as "train". Letter case is ignored.
 
     A name that equals `word` comes first. The other names are sorted by length.
     """
@@ -85,8 +89,8 @@ def splits_named(names: Iterable[str], word: str) -> list[str]:
 def annotation_files(folder: Path) -> list[Path]:
     """Return the files `annotations/instances_*.json`, or else all `annotations/*.json`."""
     files = sorted((folder / "annotations").glob("[!.]*.json"))
-    # In this folder, COCO also has files with captions and keypoints. Ignore all other files if
-    # there are instances files.
+    # If there are files `instances_*.json`, ignore all others, because COCO also has files with
+    # captions and keypoints in this folder.
     return [file for file in files if file.name.startswith(_PREFIX)] or files
 
 
@@ -129,8 +133,8 @@ def _is_named(place: Path, split: str) -> bool:
 def _lists_other_images(place: Path, names: Sequence[str], others: Mapping[str, Path]) -> bool:
     """Return whether an image folder probably belongs to another split.
 
-    It does if the folder is named after another split whose annotation file lists some of the image
-    file names `names`. Equal file names then stand for different images.
+    The result is True if the folder is named after another split, and this split's annotation file
+    lists some of the file names `names`. Equal file names then stand for different images.
 
     Args:
         place: The folder.

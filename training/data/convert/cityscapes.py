@@ -62,7 +62,7 @@ def cityscapes(folder: Path) -> ForeignDataset:
     """
     splits = {}
     for name in _SPLITS:
-        # If both files exist, the label map replaces the polygons.
+        # If an image has both files, the PNG file is read, because its ending comes last.
         sources = {
             path.name.removesuffix(ending): path
             for ending in (_POLYGONS, _INSTANCE_IDS)

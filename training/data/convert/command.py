@@ -48,7 +48,7 @@ def auto(folder: Path, out: Path, overwrite: bool) -> None:
         file = write_coco_file(paths[name], split.content())
         _report(name, file, split.images)
         if file.faults:
-            click.echo(f"left out in {name}: {summary_of(file.faults)}", err=True)
+            click.echo(f"left out of the split {name}: {summary_of(file.faults)}", err=True)
 
 
 @convert.command()
@@ -103,7 +103,7 @@ def _report(name: str, file: "WrittenSplit", images: Path) -> None:
     """Print a written file's path, its numbers of images and objects, and arguments for training.
 
     The arguments make `maskrcnn train` use the file. `name` is the name of the split, and `images`
-    its image folder.
+    is the split's image folder.
     """
     is_held_out = any(word in name.lower() for word in ("val", "test"))
     key = "data.val" if is_held_out else "data.train"

@@ -18,7 +18,7 @@ class UnusableSourceError(Exception):
 
     def __init__(self, reason: str, name: str) -> None:
         super().__init__(f"{name}: {reason}")
-        # Without details, so that equal reasons can be counted.
+        # Reason without details, so that images with equal reasons can be counted.
         self.reason = reason
         # Name of the annotation or image file.
         self.name = name
@@ -28,8 +28,8 @@ class UnusableSourceError(Exception):
 class ConvertedImage:
     """Image with its converted annotations."""
 
-    # Path of the image file relative to `SourceSplit.images`. None: the image file is the source
-    # itself, as in YOLO, where `SourceSplit.sources` lists image files.
+    # Path of the image file relative to `SourceSplit.images`. None: the image file is the file in
+    # `SourceSplit.sources`, as in YOLO.
     file_name: str | None
     height: int
     width: int
@@ -154,7 +154,7 @@ def source_content(
             faults[error.reason].append(error.name)
             continue
         # In YOLO, an image can be in several splits with different image folders. `read` does not
-        # know the split, and leaves `file_name` None.
+        # know the split, so it returns `file_name` None.
         file_name = image.file_name or source.relative_to(split.images).as_posix()
         size = {"height": image.height, "width": image.width}
         images.append({"id": image_id, "file_name": file_name, **size})

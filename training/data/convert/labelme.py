@@ -27,9 +27,9 @@ from .polygons import Points, annotation_from_polygons
 
 # Labels that mark regions without objects.
 _NO_OBJECTS = frozenset({"__ignore__", "_background_"})
-# Vertices of the polygon that replaces a circle.
+# Number of vertices of the polygon that replaces a circle.
 _CIRCLE_POINTS = 64
-# Name of the split by the lower-case name of a folder.
+# Split of the files in a folder, by the folder's name in lower case.
 _SPLIT_BY_FOLDER = {
     "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val",
     "test": "test",
@@ -127,7 +127,7 @@ def _convert(
         raise UnusableSourceError(file, name)
     image = _image_of(path, file.image_path, folder)
     if image is None:
-        hint = "; imageData is not read, so save the image in a file beside it"
+        hint = "; the embedded imageData is not read, so save the image beside the JSON file"
         raise UnusableSourceError(f"files: image missing{hint * file.has_image_data}", name)
     height, width = file.height, file.width
     if height is None or width is None:
@@ -150,7 +150,7 @@ def _convert(
                 annotations.append(_annotation_from_mask(shape, ids[label], height, width))
                 continue
             group = shape.get("group_id")
-            # Shapes without a group are objects of their own.
+            # Each shape without a group is an object of its own.
             key = f"shape {number}" if group is None else f"group {group}"
             polygon = _polygon_from(shape)
             if not np.abs(polygon).max() <= MAX_EXTENT * max(height, width):

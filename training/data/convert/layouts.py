@@ -17,9 +17,9 @@ from .labelme import is_labelme, labelme
 from .yolo import yolo, yolo_file
 
 _ROBOFLOW_FILE = "_annotations.coco.json"
-# Maximum number of JSON files directly in the folder that are read to recognise a layout.
+# Recognition of a layout reads at most `_OWN_SAMPLES` JSON files directly in the data set folder,
+# and at most `_SAMPLES` JSON files at any depth.
 _OWN_SAMPLES = 20
-# Maximum number of JSON files at any depth that are read in addition.
 _SAMPLES = 5
 
 
@@ -30,8 +30,8 @@ class LayoutSplit:
     images: Path
     # COCO file, YAML file of YOLO, or folder of LabelMe files.
     annotations: Path
-    # Returns the annotations as the content of a COCO file. None: `annotations` is a COCO file that
-    # can be used unchanged.
+    # Function that returns the annotations as the content of a COCO file. None: `annotations` is a
+    # COCO file that can be used unchanged.
     convert: Callable[[], SourceContent] | None = None
 
     @property
@@ -52,7 +52,7 @@ class LayoutSplit:
             on_broken: "skip": skip invalid entries with a warning. "refuse": raise `DataError`.
 
         Raises:
-            DataError: A file cannot be converted, or `CocoDataset` raises this error.
+            DataError: The conversion fails, or `CocoDataset` rejects the annotations.
         """
         source = None if self.convert is None else self.convert()
         return CocoDataset(self.config, on_broken, source)
@@ -69,7 +69,7 @@ class DataLayout:
 def recognize_layout(path: Path) -> DataLayout:
     """Recognise the layout of a data set folder, of a YAML file of YOLO, or of a COCO file.
 
-    The images of a COCO file are in its folder or below.
+    The images of a COCO file must be in the folder of this file or in its subfolders.
 
     Raises:
         DataError: The layout is unknown, or the data set is incomplete.
@@ -80,7 +80,9 @@ def recognize_layout(path: Path) -> DataLayout:
         return DataLayout("COCO", _splits_beside_images(path.parent, {path.stem: path}))
     if not path.is_dir():
         kind = "is not a folder" if path.exists() else "does not exist"
-        remedy = "unpack the archive, and give its folder" if zipfile.is_zipfile(path) else ""
+        remedy = (
+            "unpack the archive, and give the unpacked folder" if zipfile.is_zipfile(path) else ""
+        )
         raise DataError(f"{path} {kind}; {remedy or 'give the folder of a data set'}")
     if files := _roboflow_files(path):
         return DataLayout("COCO as exported by Roboflow", _roboflow_splits(files))
@@ -104,8 +106,8 @@ def recognize_layout(path: Path) -> DataLayout:
     }
     if files:
         return DataLayout("COCO", _splits_beside_images(path, files))
-    # Archives often contain a single folder with the data set inside, so look there. Beside it,
-    # there may be the default folder for training runs.
+    # Archives often contain a single folder that holds the data set, so search this folder. Ignore
+    # `runs`, the default folder for training runs.
     folders = [p for p in path.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))]
     folders = [folder for folder in folders if folder.name != "runs"]
     if len(folders) == 1:
@@ -113,7 +115,8 @@ def recognize_layout(path: Path) -> DataLayout:
     raise DataError(
         f"{path} has none of the known layouts: COCO (annotations/instances_*.json), Roboflow "
         f"(train/{_ROBOFLOW_FILE}), CVAT (annotations/instances_default.json and images/), LabelMe "
-        "(a JSON file per image), YOLO (data.yaml); pass the folder that directly contains these"
+        "(a JSON file per image), YOLO (data.yaml); pass the folder that directly contains "
+        "these files"
     )
 
 

@@ -94,8 +94,8 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
     annotations = annotations_from_label_map(objects_HW, objects)
     boxes = _boxes_from(source)
     for annotation in annotations:
-        # VOC's difficult objects and COCO's crowds have the same meaning: ignored in training, and
-        # in evaluation neither required nor counted as false positives.
+        # Difficult objects in VOC and crowds in COCO have the same meaning: training ignores them,
+        # and evaluation neither requires their detection nor counts it as a false positive.
         annotation["iscrowd"] = int(_is_difficult(annotation, boxes))
     height, width = objects_HW.shape
     return ConvertedImage(f"{source.stem}.jpg", height, width, annotations)

@@ -35,7 +35,7 @@ _USE_OF_EMPTY = "training leaves out images without objects unless data.keep_emp
 class _TextLoader(yaml.SafeLoader):
     """YAML loader that returns each scalar as the text in the file."""
 
-    # Keep only the rule for the merge key `<<`. The others convert numbers, dates and booleans.
+    # Keep only the rule for the merge key `<<`. Other rules convert numbers, dates and booleans.
     yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # noqa: RUF012
 
 
@@ -88,7 +88,9 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
             "file"
         )
     if missing:
-        logger.warning("%s: no images found for %s; left out this split", file, missing_text)
+        logger.warning(
+            "%s: no images found for %s; splits without images are left out", file, missing_text
+        )
     return {name: images for name, images in found.items() if name not in missing}
 
 
@@ -98,7 +100,7 @@ def _source_splits(
     """Return the splits by name. Label files without an image are listed in the split's faults.
 
     Args:
-        file: YAML file. The paths in the faults are relative to its folder.
+        file: YAML file. The paths in the faults are relative to the folder of this file.
         found: Images by name of the split.
         labels: Label file by image file.
     """
@@ -108,7 +110,7 @@ def _source_splits(
         # The image folder is the deepest folder that contains all images of the split.
         root = Path(os.path.commonpath([image.parent for image in images]))
         alone = labels_without_image({image: labels[image] for image in images if image in labels})
-        # Splits whose images are listed in text files can share folders. Report each label file
+        # Splits whose images are listed in text files can share folders, so report each label file
         # for one split only.
         if new := [path for path in alone if path not in reported]:
             reported.update(new)
@@ -118,7 +120,7 @@ def _source_splits(
 
 
 def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Path, Path]) -> None:
-    """Log a warning with the number of images of a split that have no label file, if any.
+    """Log a warning if images of a split have no label file.
 
     Raises:
         DataError: No image of the split `train` has a label file.
@@ -130,7 +132,7 @@ def _check_labels(file: Path, name: str, split: SourceSplit, labels: Mapping[Pat
     counts = f"no label file for {len(without)} of {counted(len(split.sources), 'image')} of {name}"
     text = f"{counts}; looked for {looked_for}"
     if name == "train" and len(without) == len(split.sources):
-        raise DataError(f"{file}: {text}; put the label files there")
+        raise DataError(f"{file}: {text}; create this file and those of the other images")
     logger.warning("%s: %s; %s", file, text, _USE_OF_EMPTY)
 
 
@@ -156,7 +158,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
         text = path.read_bytes()
         content = value_from_yaml(text)
         if isinstance(content, dict) and "names" in content:
-            # As text, because `no` would become the class False, and `1e3` the class 1000.0.
+            # Read names as text, because `no` would become False, and `1e3` would become 1000.0.
             content["names"] = yaml.load(text, _TextLoader)["names"]
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
@@ -201,7 +203,9 @@ def _convert(
         # Coordinates in label files refer to the image after its EXIF rotation.
         height, width = read_header_size(image).upright
     except ImageError as error:
-        raise UnusableSourceError(f"images: {error}", relative_name(image, folder)) from None
+        raise UnusableSourceError(
+            f"images: header not readable: {error}", relative_name(image, folder)
+        ) from None
     annotations, faults = [], []
     path = labels.get(image)
     # Programs on Windows write a byte order mark.
@@ -226,7 +230,7 @@ def _annotation_from(line: str, height: int, width: int, known: set[int]) -> dic
     try:
         number, *values = (float(word) for word in line.split())
     except ValueError:
-        return "not a class and numbers"
+        return "not a class number followed by coordinates"
     if number not in known:
         return "unknown class"
     if len(values) == _BOX_VALUES:
@@ -235,7 +239,7 @@ def _annotation_from(line: str, height: int, width: int, known: set[int]) -> dic
         return "polygon of fewer than three points, or with an odd number of coordinates"
     points = np.array(values).reshape(-1, 2)
     if not np.isfinite(points).all():
-        return "not a class and numbers"
+        return "not a class number followed by coordinates"
     if np.abs(points).max() > MAX_EXTENT:
         return FAR_OUTSIDE
     return annotation_from_polygons(int(number), [points * (width, height)])

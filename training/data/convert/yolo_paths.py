@@ -52,10 +52,11 @@ def find_images(folder: Path, root: str, value: Any) -> FoundImages:
 
 
 def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
-    """Return the paths of label files that have no image, in sorted order.
+    """Return the label files for which no image with the same stem exists, sorted by path.
 
     Args:
-        label_files: Label file by image file. The folders of the label files are searched.
+        label_files: Label file by image file. All folders that contain one of these label files are
+            searched.
     """
     image_folders: dict[Path, set[Path]] = defaultdict(set)
     for image, labels in label_files.items():
@@ -98,8 +99,8 @@ def _resolve(folder: Path, root: str, text: str) -> Path | None:
     parts = [part for part in text.split("/") if part not in ("", ".", "..")]
     candidates = [folder / root / text, folder / text]
     # Programs write paths relative to other folders, such as `../train/images`, and absolute paths
-    # of the machine that exported the data. Therefore try every end of the path, except for the
-    # name `images` alone, which could refer to another split.
+    # of the machine that exported the data. Therefore also try the path without its first
+    # one, two, ... components. Exclude `images` alone, which could be the folder of another split.
     ends = (parts[start:] for start in range(len(parts)))
     candidates += [folder.joinpath(*end) for end in ends if end != ["images"] or len(parts) == 1]
     # Not `Path.exists`, which raises an error for a name that is too long.

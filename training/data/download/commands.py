@@ -44,7 +44,7 @@ def _coco_arguments(command: Callable[..., None]) -> Callable[..., None]:
             "parts",
             multiple=True,
             type=click.Choice(get_args(Part)),
-            help="Only this part. Repeat it for several parts. Default: all parts.",
+            help="Part to process. Repeat the option for several parts. Default: all parts.",
         ),
         click.argument("root", type=click.Path(path_type=Path, file_okay=False), metavar="DIR"),
         click.argument("edition", type=click.Choice(get_args(Edition))),
@@ -58,7 +58,7 @@ _CHECKSUMS = click.option(
     "md5s",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     callback=_md5s_from_path,
-    help="File with md5sum's output, for archives of a mirror that differ from the published ones.",
+    help="Output file of md5sum, for mirrored archives that differ from the published archives.",
 )
 
 
@@ -85,8 +85,8 @@ _CHECKSUMS = click.option(
     type=click.IntRange(0),
     default=5,
     show_default=True,
-    help="Maximum retries after consecutive failed attempts. The first pause lasts 1 s, and each "
-    "further pause is twice as long.",
+    help="Maximum number of consecutive retries. The pause before the first retry is 1 s, and each "
+    "further pause is twice as long, up to 60 s.",
 )
 def download(
     edition: Edition,
@@ -139,7 +139,7 @@ def extract(edition: Edition, root: Path, parts: tuple[Part, ...]) -> None:
     """Extract the downloaded archives of COCO in DIR.
 
     Creates DIR/train2017, DIR/val2017 and DIR/annotations (for coco2014, DIR/train2014 etc.). If
-    they exist, only missing and altered files are extracted. The archives are not deleted.
+    these folders exist, only missing and altered files are extracted. The archives are not deleted.
     """
     _extract(edition, root, parts)
 
@@ -161,7 +161,10 @@ def _extract(edition: Edition, root: Path, parts: tuple[Part, ...]) -> None:
 @_coco_arguments
 @_CHECKSUMS
 @click.option(
-    "--images", "decode", is_flag=True, help="Decode images that have no archive to compare with."
+    "--images",
+    "decode",
+    is_flag=True,
+    help="Decode images that cannot be compared with an archive.",
 )
 @click.pass_context
 def verify(

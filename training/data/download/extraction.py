@@ -101,8 +101,8 @@ def _missing(
         path = PurePosixPath(member.filename)
         if path.parts[:1] != (folder.name,) or ".." in path.parts or "\\" in member.filename:
             raise DataError(
-                f"{archive} contains {member.filename!r}, which is outside of {folder.name}/; it "
-                "is not a published COCO archive, and nothing was extracted"
+                f"{archive} contains {member.filename!r}, a path outside of {folder.name}/; the "
+                "archive is not a published COCO archive, and nothing was extracted"
             )
     if not folder.exists():
         return members

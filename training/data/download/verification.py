@@ -45,9 +45,10 @@ def verify_part(
 ) -> list[VerificationResult]:
     """Check a part of COCO, such as `train`: its archive and its extracted folder, if they exist.
 
-    The archive must have the size and MD5 of the published one. The files in the folder must have
-    the CRCs in the archive. If the archive is missing or damaged, the folder is checked without
-    CRCs: all annotated images must exist and not be empty, and annotation files must be complete.
+    The archive must have the size and MD5 of the published archive. The files in the folder must
+    have the CRCs that the archive states. If the archive is missing or damaged, the folder is
+    checked without CRCs: all annotated images must exist and not be empty, and annotation files
+    must be complete.
 
     Args:
         edition: Edition of COCO, such as `coco2017`.
@@ -94,10 +95,10 @@ def _download_command(edition: Edition, part: Part, root: Path) -> str:
 def _archive_fault(path: Path, archive: CocoArchive, on_progress: ByteProgress) -> str | None:
     size = path.stat().st_size
     if archive.size is not None and size != archive.size:
-        return f"{size} bytes; the published file has {archive.size}"
+        return f"{size} bytes; the published file has {archive.size} bytes"
     expected = Checksum("md5", archive.md5)
     actual = expected.of(path, f"checking {path.name}", on_progress)
-    return None if actual == expected else f"{actual}; the published file has {archive.md5}"
+    return None if actual == expected else f"{actual}; the published file has MD5 {archive.md5}"
 
 
 def _difference_fault(archive: Path, folder: Path, on_progress: ByteProgress) -> str | None:

@@ -41,8 +41,8 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
 
     Writes OUT/train.json, and OUT/val.json and OUT/test.json if their shares are above 0. Each
     image is assigned to a file by a hash of the image's name, so the assignment stays the same when
-    the data set grows. Images are not copied. If OUT/images holds or links to them, `maskrcnn train
-    finetune OUT` trains on the files.
+    the data set grows. Images are not copied. If OUT/images contains the images or is a link to
+    their folder, `maskrcnn train finetune OUT` trains on the new files.
     """
     shares = {name: share for name, share in (("val", val), ("test", test)) if share > 0}
     if not 0 < sum(shares.values()) < 1:
@@ -83,7 +83,7 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
     "--annotations",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     multiple=True,
-    help="COCO annotation file of a data set. Repeat the option for each.",
+    help="COCO annotation file of a data set. Repeat the option for each data set.",
 )
 @_OVERWRITE
 def merge(
@@ -94,7 +94,7 @@ def merge(
     Classes of the same name become one. If several annotation files list the same image, OUT has
     one image with all its annotations, and equal annotations become one. Images are not copied. The
     image folder of OUT is the deepest folder that contains all image folders. File names in OUT are
-    relative to this folder. If OUT is in this folder, `maskrcnn train finetune OUT` trains on it.
+    relative to this folder. If OUT is in this folder, `maskrcnn train finetune OUT` accepts OUT.
     """
     if len(images) != len(annotations) or len(images) < 2:
         raise click.UsageError("give --images and --annotations for each of two or more data sets")
@@ -112,7 +112,7 @@ def merge(
     for file, content in zip(annotations, contents, strict=True):
         for name, ids in repeated_classes(content).items():
             click.echo(
-                f"joined {len(ids)} categories of {file} with the name {name!r}: ids "
+                f"joined {len(ids)} categories with the name {name!r} in {file}; their ids: "
                 f"{', '.join(map(str, ids))}",
                 err=True,
             )

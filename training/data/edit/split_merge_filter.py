@@ -1,4 +1,4 @@
-"""Split, merge and filter the content of COCO annotation files. Unknown keys of entries stay."""
+"""Split, merge and filter the content of COCO annotation files. Unknown keys are kept."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
         content: The data set.
         shares: Share of the images, 0 to 1, by name of the part, such as `val`. The parts are
             filled in this order. The remaining images become the part `train`. Each part gets at
-            least one annotated image, unless only one is left, which `train` gets. An image and its
+            least one annotated image. If only one is left, `train` gets it. An image and its
             augmented copies count as one.
 
     Returns:
@@ -71,11 +71,11 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
     All entries of the same image file become one image with all annotations of the file. Files are
-    found as by `find_image_paths`, and files that are not found keep their listed paths. These
+    searched with `find_image_paths`. A file that is not found keeps its listed path. The following
     entries are dropped, and listed in the `faults` of the result:
 
     - images without id or file name
-    - images whose id an earlier image of the same data set has
+    - images with the same id as an earlier image of the same data set
     - annotations of unknown images or categories
     - annotations that equal an earlier one of the same image in category, box, segmentation and
       `iscrowd`
@@ -202,8 +202,8 @@ def _merge_categories(
 ) -> dict[int | str | None, int]:
     """Merge a data set's categories into `categories` by name. Return a mapping of old to new ids.
 
-    A category whose name is not in `categories` is added to it. It keeps its id if the id is an
-    integer that no category in `categories` has.
+    A category whose name is not in `categories` is added to `categories`. The new category keeps
+    its id if the id is an integer that no category in `categories` has.
 
     Args:
         entries: Categories of the data set to add.
@@ -216,16 +216,16 @@ def _merge_categories(
         name, old = entry.get("name"), id_from(entry.get("id"))
         if old is None:
             raise DataError(
-                f"category {name!r} of the data set with the images {folder} has no id; add an id"
+                f"category {name!r} of the data set with image folder {folder} has no id; add an id"
             )
         if not isinstance(name, str):
             raise DataError(
-                f"category {old} of the data set with the images {folder} has no name; add a "
+                f"category {old} of the data set with image folder {folder} has no name; add a "
                 "name, because categories are merged by name"
             )
         if old in labels:
             raise DataError(
-                f"the data set with the images {folder} has two categories with id {old}; change "
+                f"the data set with image folder {folder} has two categories with id {old}; change "
                 "one of the two ids"
             )
         if name not in categories:
@@ -240,7 +240,7 @@ def _shape_of(annotation: Mapping[str, Any]) -> bytes | int:
     """Return a value that is equal for annotations with equal box, segmentation and `iscrowd`."""
     box, segmentation = annotation.get("bbox"), annotation.get("segmentation")
     if not box and not segmentation:
-        return id(annotation)  # no annotation equals one without box and segmentation
+        return id(annotation)  # without box and segmentation, an annotation equals no other
     shape = json.dumps([box, segmentation, annotation.get("iscrowd")], sort_keys=True)
     # A hash takes less memory than the text.
     return hashlib.blake2b(shape.encode(), digest_size=16).digest()
@@ -249,9 +249,9 @@ def _shape_of(annotation: Mapping[str, Any]) -> bytes | int:
 def _area_of(annotation: Mapping[str, Any], image: Mapping[str, Any]) -> float:
     """Return the area of an annotation in square pixels.
 
-    If `area` is missing or implausible, compute the area from the segmentation. If the annotation
-    is invalid, or `image` (the image's entry in `images`) has no valid size, return the area of the
-    box, or 0 if the box is invalid.
+    Return the first of these that is valid: the value of `area`, the area of the segmentation, the
+    area of the box, 0. The area of the segmentation is valid only if `image`, the image's entry in
+    `images`, has a valid size.
     """
     area, box = annotation.get("area"), annotation.get("bbox")
     height, width = (integer_from(image.get(key)) or 0 for key in ("height", "width"))

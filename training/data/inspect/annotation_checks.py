@@ -39,7 +39,7 @@ _Floats = NDArray[np.float64]
 class Suspicion:
     """Suspicious annotation or image file, with the reason."""
 
-    # Without details, so that equal reasons can be counted.
+    # Reason without details, so that items with equal reasons can be counted.
     reason: str
     record: ImageRecord
     # Suspicious annotation of the image. None: the image file is suspicious.
@@ -81,7 +81,8 @@ def suspicious_annotations(records: Sequence[ImageRecord]) -> list[Suspicion]:
     return suspicions
 
 
-# Huge coordinates overflow to infinity or NaN, which makes the annotation suspicious.
+# Suppress overflow warnings: huge coordinates become infinity or NaN, and the annotation is then
+# reported as suspicious.
 @np.errstate(over="ignore", invalid="ignore")
 def _suspicious_in(records: Sequence[ImageRecord]) -> list[Suspicion]:
     pairs = [(record, instance) for record in records for instance in record.instances]
@@ -143,8 +144,8 @@ def _contradicts(areas: _Floats, measured: _Measurements) -> _Bools:
 def _is_duplicate(group_N: NDArray[np.int64], boxes_N4: _Floats) -> _Bools:
     """Whether each of N boxes (xyxy) nearly equals an earlier box of the same group, `[N]`.
 
-    `group_N` identifies the group of each box. Objects of the same class in the same image form a
-    group, and so do crowds.
+    `group_N` identifies the group of each box. A group consists of all objects, or all crowds, of
+    the same class in the same image.
     """
     # Comparing all pairs would be slow in crowded images. Therefore sort the boxes by their left
     # side, and compare each box with its successors until they are too far to the right for a high
@@ -191,7 +192,7 @@ def _measure_rles(rles: Sequence[Rle]) -> _Measurements:
     encoded = [{"size": [rle.height, rle.width], "counts": rle.counts} for rle in rles]
     bounds = coco_mask.toBbox(encoded)
     bounds[:, 2:] += bounds[:, :2]
-    # One by one, because pycocotools 2.0.11 with numpy 2 fails on a list of more than 255 masks.
+    # Pass one mask per call: with numpy 2, pycocotools 2.0.11 fails on lists of over 255 masks.
     areas = np.array([coco_mask.area(rle) for rle in encoded], np.float64)
     is_twisted = np.zeros(len(rles), np.bool_)
     return _Measurements(bounds, areas, areas, np.zeros(len(rles)), is_twisted, areas == 0)

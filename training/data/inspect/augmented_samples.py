@@ -20,7 +20,7 @@ def augmented_samples(
 ) -> list[GridSample]:
     """Return random images with their objects, resized and augmented as in training.
 
-    Unreadable images are replaced by others.
+    Unreadable images are replaced by other random images.
 
     Args:
         dataset: Training images.

@@ -1,4 +1,4 @@
-"""Find classes that are probably typing errors or that training rejects."""
+"""Find classes whose names are probably misspelt, and classes that training would reject."""
 
 from ...config import ConfigError
 from ..coco.categories import check_categories, similar_names
@@ -6,7 +6,7 @@ from ..coco.dataset import CocoDataset
 
 
 def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[str, list[str]]:
-    """Find classes of a split that are probably typing errors or that training would reject.
+    """Find a split's classes with probably misspelt names, and those that training would reject.
 
     Args:
         dataset: Split to check.

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
 @click.option(
     "--augmented",
     metavar="CONFIG",
-    help="Also draw training images, resized and augmented by this preset or YAML file, into a "
-    "second file beside that of -o.",
+    help="Also draw training images, resized and augmented by this preset or YAML file, into the "
+    "file NAME-augmented.png beside NAME.png, the file of -o.",
 )
 @click.option(
     "--samples",

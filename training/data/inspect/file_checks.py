@@ -64,8 +64,8 @@ def undecodable_files(
 def read_headers(records: Sequence[ImageRecord]) -> list[HeaderSize | ImageError]:
     """Return the size of each image from its file's header.
 
-    If the header cannot be read, or its size is outside the limits of `check_size`, the error is
-    returned instead.
+    If the header cannot be read, or the size is outside the limits of `check_size`, the image's
+    entry in the result is the error.
     """
 
     def read(record: ImageRecord) -> HeaderSize | ImageError:
@@ -121,7 +121,7 @@ def rotated_files(
 
 
 def unlisted_files(folders: Iterable[Path], listed: Iterable[Path]) -> list[Path]:
-    """Return the image files in `folders`, at any depth, except for `listed`. Sort by path."""
+    """Return the image files below `folders` that are not in `listed`, sorted by path."""
     # Normalise the paths on both sides, because file names in annotations may contain `..`.
     files = {
         Path(os.path.normpath(os.path.join(parent, name)))

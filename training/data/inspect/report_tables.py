@@ -9,7 +9,8 @@ from rich.text import Text
 
 from .report import ClassCount, DatasetReport, Quantiles, SplitReport
 
-# Classes with fewer objects are highlighted: they are hard to learn, and their AP is noisy.
+# Classes with fewer objects than this are highlighted: they are hard to learn, and their AP is
+# noisy.
 _FEW = 50
 # Maximum number of examples per reason.
 _SUBJECTS_SHOWN = 3

@@ -34,11 +34,12 @@ _OPACITY = 0.35
 _NAME_HEIGHT = 0.05
 # Side of the square that shows a suspicious object, relative to the object's longer side.
 _VIEW = 6.0
-# Lower and upper limit of the square's side, relative to the longer side of the image.
+# Lower and upper limit of this square's side, relative to the longer side of the image.
 _MIN_VIEW, _MAX_VIEW = 0.25, 1.1
 # Coordinates are clipped to this multiple of the image's longer side.
 _CLIP_FACTOR = 10
-# Characters that stand for bytes of file names that are not UTF-8. Matplotlib rejects them.
+# Lone surrogates, which Python uses for bytes of file names that are not UTF-8. Matplotlib rejects
+# lone surrogates.
 _SURROGATES = re.compile("[\ud800-\udfff]")
 # Hue difference between consecutive labels, so that nearby labels have distinct colours.
 _GOLDEN_RATIO = 0.618034
@@ -72,7 +73,7 @@ def choose_samples(
         seed: Seed of the random choice.
     """
     pool = [(record, d.categories) for d in datasets for record in d.records]
-    # By identity, because several splits can list the same file, each with its own classes.
+    # Use identity as the key, because splits with different classes can list the same file.
     classes = {id(record): categories for record, categories in pool}
     by_reason: dict[str, list[Suspicion]] = defaultdict(list)
     for suspicion in suspicions:
@@ -93,7 +94,7 @@ def compared_samples(
     categories: tuple[Category, ...],
     title: str,
 ) -> list[GridSample]:
-    """Return two samples of an image: with its ground truth, and with detections and a title."""
+    """Return an image as two samples: with its ground truth, and with `detections` and `title`."""
     return [
         GridSample(record, categories, title="annotated"),
         GridSample(replace(record, instances=detections), categories, title=title),

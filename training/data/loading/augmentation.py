@@ -51,8 +51,8 @@ class Augmentation:
         self._paste = next((t for t in transforms if isinstance(t, SimpleCopyPasteConfig)), None)
         special = (*RESIZING, SimpleCopyPasteConfig)
         self._others = [t for t in transforms if not isinstance(t, special)]
-        # Whether a transform can change masks other than by a flip. If so, the masks of samples
-        # must cover the whole image instead of the objects' boxes.
+        # Whether a transform can change masks in another way than by a flip. If so, the masks of
+        # samples must cover the whole image, not only the objects' boxes.
         self.changes_outlines = any(
             isinstance(t, (*special, RandomCropConfig, RandomRotationConfig)) for t in transforms
         )
@@ -87,9 +87,9 @@ class Augmentation:
     def transform(self, sample: Sample, limits: tuple[int, int]) -> Sample:
         """Apply the transforms other than resizing and copy-paste to a resized sample.
 
-        If any transform changes masks other than by a flip (`changes_outlines`), the sample must
-        have masks of the whole image. The result is then cropped to `limits` at a random position,
-        its boxes are computed from the masks, and objects without a visible pixel are dropped.
+        If `changes_outlines` is True, the sample must have masks of the whole image. In this case,
+        the result is cropped to `limits` at a random position, its boxes are computed from the
+        masks, and objects without a visible pixel are dropped.
 
         Args:
             sample: Resized image with its ground truth.

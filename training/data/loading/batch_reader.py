@@ -46,17 +46,18 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         ground_truth: bool = True,
         mask_crop_size: int | None = None,
     ) -> None:
-        """Select the images: in training, only those with objects unless `data.keep_empty` is set.
+        """Select the images. Training omits images without objects unless `data.keep_empty` is set.
 
         Args:
             dataset: Data set that contains the images.
             config: Settings `data` of the training configuration.
-            seed: Seed of the random flips and transforms, and of the `seed` of each `Sample`.
-            training: True: flip and augment images as `config` says, and replace unreadable images.
-                False: read all images, without flips and augmentation, and omit unreadable images.
+            seed: Seed of the random flips and transforms. Each `Sample.seed` is derived from it.
+            training: True: flip and augment images as `config` says, and replace an unreadable
+                image by another of the same shape bucket. False: read all images without flips and
+                augmentation, and omit unreadable images.
             ground_truth: Include the ground truth in the batches.
-            mask_crop_size: Side in pixels of ground-truth masks cropped to their boxes. None: masks
-                have the size of the input.
+            mask_crop_size: Side in pixels of the ground-truth masks, each cropped to the box of its
+                object. None: masks have the size of the input.
 
         Raises:
             DataError: `training` is True, no image has objects, and `data.keep_empty` is False.
@@ -263,7 +264,8 @@ def read_image(
     """
     try:
         data = read_image_file(record.path)
-        # Only some annotation tools apply the EXIF orientation: try both, and compare the sizes.
+        # Only some annotation tools apply the EXIF orientation, so decode with and without it until
+        # the size is the annotated size.
         is_applied = exif_orientation == "apply"
         for apply_orientation in (is_applied, not is_applied):
             image = decode_image(data, apply_orientation=apply_orientation)

@@ -181,7 +181,7 @@ def _integers(values: Sequence[int] | Sequence[tuple[int, ...]]) -> Tensor:
 
 
 def _targets_from(samples: Sequence[Sample], mask_size: tuple[int, int]) -> Targets:
-    # At least one row of padding, because the model does not support empty tensors.
+    # Reserve space for at least one object, because the model does not support empty tensors.
     rows = max([1, *(len(sample.labels) for sample in samples)])
     boxes = np.zeros((len(samples), rows, 4), np.float32)
     labels = np.zeros((len(samples), rows), np.int64)

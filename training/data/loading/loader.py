@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class BatchLoader:
     """Iterable over batches. A `BatchPlan` lists the image indices of each batch.
 
-    `BatchReader` omits or replaces unreadable images. They are logged, and a batch without a
-    readable image is skipped.
+    `BatchReader` omits or replaces unreadable images. This class logs the unreadable images, and
+    skips batches without a readable image.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class BatchLoader:
             multiprocessing_context="fork" if config.workers else None,
             pin_memory=pin_memory,
             worker_init_fn=initialise_worker,
-            # DataLoader draws a number at each start. If it drew from the global generator, a
-            # resumed run would differ from an uninterrupted one.
+            # DataLoader draws a random number whenever an iteration over it starts. With the global
+            # generator, a resumed run would therefore differ from an uninterrupted one.
             generator=torch.Generator(),
         )
 
@@ -197,11 +197,11 @@ def initialise_worker(_: int) -> None:
     Limit torch to one thread. Ignore SIGINT. End on SIGTERM only if the parent sent it. Print no
     traceback if the connection to the parent breaks.
     """
-    # Threads in the worker processes would compete for cores, which the processes already use.
+    # More threads would compete for the CPU cores that the worker processes already use.
     torch.set_num_threads(1)
     # Ctrl+C reaches all processes of a terminal, and `timeout`, systemd and Slurm send SIGTERM to
-    # all processes of a job. This process must survive both, because the main process still needs
-    # batches for its last step. It ends when the main process sends it SIGTERM.
+    # all processes of a job. The worker must survive both signals, because the main process still
+    # needs batches for its last step. The worker ends when the main process itself sends SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # If the main process ends while it receives a batch, multiprocessing's thread in this process

@@ -16,8 +16,8 @@ from ..coco.segmentation_masks import Segmentation
 class PackedRecords:
     """Sequence of image records in one block of bytes. Each access unpacks a record.
 
-    Forked processes share the block. They would not share a tuple of records: reading a Python
-    object changes its reference count, so over time, each process would copy all pages of memory.
+    Forked processes share the memory of the block. They would not keep sharing a tuple of records:
+    reading a Python object changes its reference count, which copies the object's memory page.
     """
 
     def __init__(self, records: Iterable[ImageRecord]) -> None:
@@ -36,7 +36,7 @@ class PackedRecords:
 
 
 def _pack(record: ImageRecord) -> bytes:
-    # Pickle plain values, because pickling the objects themselves takes three times as long.
+    # Convert to plain values first, because pickling the objects takes three times as long.
     instances = [
         (i.annotation_id, i.label, i.bbox, i.area, i.is_crowd, _plain(i.segmentation))
         for i in record.instances

@@ -35,10 +35,10 @@ class GlobalBatches:
 
     All images of a batch have the same shape bucket (input size).
 
-    Without repeat factors, every image occurs once in each epoch. With them, an image occurs on
-    average as often as its factor. The order of a bucket's images is random. If the bucket's last
-    batch is not full, it is filled with the bucket's first images. The order of the batches is
-    random.
+    Without repeat factors, every image occurs once in each epoch. With repeat factors, the factor
+    of an image is its average number of occurrences in an epoch. The order of a bucket's images is
+    random. If the bucket's last batch is not full, it is filled with the bucket's first images. The
+    order of the batches is random.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GlobalBatches:
         self._epoch = lru_cache(maxsize=1)(self._shuffled_epoch)
 
     def __getitem__(self, iteration: int) -> BatchPlan:
-        """Return which images form the global batch of an iteration, counted from 0."""
+        """Return the plan of an iteration's global batch. Iterations are counted from 0."""
         epoch, number = divmod(iteration, self.batches_per_epoch)
         indices = self._epoch(epoch)[number]
         return BatchPlan(int(self._buckets[indices[0]]), tuple(indices.tolist()), iteration)
@@ -99,8 +99,8 @@ class GlobalBatches:
         Return `size` indices in random order.
         """
         assert self._factors is not None
-        # Use systematic sampling: each image occurs floor or ceil of its factor times, and an epoch
-        # has the same length whatever the random numbers are.
+        # Use systematic sampling: each image occurs floor(factor) or ceil(factor) times, and all
+        # epochs have the same length.
         ends = np.cumsum(self._factors[members])
         ends *= size / ends[-1]
         ends[-1] = size

@@ -28,7 +28,7 @@ from .scenes import SceneObject, draw_scene
 from .shapes import OUTLINES
 
 _JPEG_QUALITY = 90
-# Smaller visible pieces of an object get no polygon.
+# Minimum area in pixels of a visible piece of an object. Smaller pieces get no polygon.
 _MIN_PIECE_PIXELS = 4
 # Number of images for `--use-synthetic-data`.
 _BENCHMARK_TRAIN_IMAGES, _BENCHMARK_VAL_IMAGES = 64, 8
@@ -112,8 +112,8 @@ def with_synthetic_data(config: TrainConfig) -> TrainConfig:
     """Return a configuration with synthetic data sets, to measure training speed.
 
     The images are `data.max_size` pixels wide and `data.min_size` high, or the reverse. Each side
-    has at least 64 pixels. If `output_dir` does not contain the images, they are drawn and saved
-    there. If several processes call this function, one draws and the others wait.
+    has at least 64 pixels. If `output_dir` does not contain the images, this function draws and
+    saves them. If several processes call this function, one draws and the others wait.
     """
     data = config.data
     drawn = SyntheticConfig(
@@ -143,7 +143,8 @@ def _split_of(folder: Path, split: str) -> DatasetConfig:
     )
 
 
-# Entry of the list `images` of a COCO file, and its entries of `annotations`.
+# Entry of one image in the list `images` of a COCO file, and entries of its objects in the list
+# `annotations`.
 _Drawn = tuple[dict[str, Any], list[dict[str, Any]]]
 
 

@@ -37,8 +37,8 @@ def _noise(rng: Generator, height: int, width: int, cell: float) -> Texture:
 def _fractal_noise(rng: Generator, height: int, width: int, cell: float) -> Texture:
     """Draw noise `[h, w]`: the sum of smooth noises with features of four widths.
 
-    The widths are `cell` pixels, and 1/2, 1/4 and 1/8 of it. The amplitude of a smooth noise is
-    proportional to its width.
+    The widths are `cell` pixels, and 1/2, 1/4 and 1/8 of it. The amplitude of each smooth noise is
+    proportional to the width of its features.
     """
     total = sum(_noise(rng, height, width, max(cell / 2**n, 1)) / 2**n for n in range(4))
     return np.asarray(total / 1.875, np.float32)

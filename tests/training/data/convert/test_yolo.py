@@ -206,7 +206,7 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
     assert {reason: names for reason, names in dataset.faults.items() if "label" in reason} == {
         "labels: box without an outline": ("train/labels/photo_000.txt:2",),
         "labels: unknown class": ("train/labels/photo_000.txt:3",),
-        "labels: not a class and numbers": (
+        "labels: not a class number followed by coordinates": (
             "train/labels/photo_000.txt:4",
             "train/labels/photo_000.txt:7",
         ),
@@ -216,7 +216,8 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
         ),
     }
     others = ("train/images/photo_001.jpg", "train/images/photo_005.gif")
-    assert dataset.faults["images: the file is not a JPEG, PNG, WebP, BMP or TIFF image"] == others
+    reason = "header not readable: the file is not a JPEG, PNG, WebP, BMP or TIFF image"
+    assert dataset.faults[f"images: {reason}"] == others
     assert len(dataset.records[0].objects) == len(TRAIN[0].objects)
 
 
