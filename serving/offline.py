@@ -125,16 +125,16 @@ class Detector:
     ) -> Generator[Outcome, None, None]:
         """Detect objects in encoded images or files, in batches.
 
-        Batches overlap as in the function `serving.offline.detect_many`, which this method calls.
+        While the model computes a batch, the next one is decoded; see the function
+        `serving.offline.detect_many`, which this method calls.
 
         Yields:
             The detections or the error of each image, in order.
 
         Raises:
             TypeError: `images` is one image, not several. Raised before the iteration starts.
-            BackendError: The detector is closed (raised before the iteration starts or, if it is
-                closed during the iteration, at the next image). Or memory runs out, or the backend
-                fails (raised during the iteration).
+            BackendError: The detector is closed, memory runs out, or the backend fails. A detector
+                that is already closed raises it before the iteration starts.
             BundleError: The model's outputs contradict the bundle's manifest.
         """
         self._check_open()

@@ -121,8 +121,9 @@ class RunFolder:
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
         """Write a checkpoint atomically, and its name to `last_checkpoint`.
 
-        Then delete the numbered checkpoints up to `checkpoint.iteration`, except for the latest
-        `keep`. `keep` is the constructor's argument. If it is None, no checkpoint is deleted.
+        Then delete old checkpoints `model_<iteration>.pth`, except for the latest ones, whose
+        number is the constructor's argument `keep`. If that is None, nothing is deleted.
+        Checkpoints of later iterations than `checkpoint` are neither counted nor deleted.
 
         Args:
             checkpoint: Checkpoint to write.

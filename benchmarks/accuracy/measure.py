@@ -77,7 +77,8 @@ def evaluate_bundle(
 ) -> BundleEvaluation:
     """Measure accuracy and speed of a bundle, with the backends and processing steps of the server.
 
-    Each image is processed in the orientation in which it was annotated, as in training.
+    The EXIF orientation of an image is applied or ignored so that the image has its annotated size,
+    as in training.
 
     Args:
         bundle: Folder of the bundle.

@@ -50,7 +50,10 @@ class PlannedStep(NamedTuple):
 
 
 class _TimeLeft(ProgressColumn):
-    """Progress column: expected time until a step ends. `Task.total` is its duration in seconds."""
+    """Progress column with the expected time until a step ends.
+
+    `Task.total` must be the expected duration of the step in seconds.
+    """
 
     def render(self, task: Task) -> Text:
         """Return the expected remaining time of a task as text."""

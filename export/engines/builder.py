@@ -250,7 +250,10 @@ class EngineBuilder(ABC):
 
 
 def _cuda_version(trt: Any) -> str:
-    """Return the CUDA version in the name of TensorRT's package, as `13`, or `unknown`."""
+    """Return the CUDA version that the name of TensorRT's package contains, such as `13`.
+
+    If the name contains none, return `unknown`.
+    """
     bindings = trt.Builder.__module__.partition(".")[0]
     names = metadata.packages_distributions().get(bindings, ())
     match = re.search(r"_cu(\d+)", " ".join(names).replace("-", "_"))

@@ -34,10 +34,10 @@ class _Fusion(NamedTuple):
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    A convolution is replaced if a ReLU follows, directly or after an addition of a tensor of the
-    same size. In fp16 and bf16, two more kinds are replaced, with or without a ReLU: 1x1
-    convolutions, and convolutions without an addition after them. An addition directly after a
-    replaced convolution is fused. Convolutions without bias, or with groups, are not replaced.
+    The fused operation includes the addition of a tensor of the same size and the ReLU that follow
+    the convolution, if there are any. In fp32, only convolutions with a ReLU are replaced. In fp16
+    and bf16, all are replaced except convolutions larger than 1x1 with an addition but no ReLU.
+    Convolutions without bias, or with groups, are never replaced.
 
     Args:
         program: exported torch program. `run_decompositions` has replaced its in-place operations.

@@ -48,7 +48,7 @@ class RuntimeCache:
         self._cache: Any = None
 
     def config_for(self, engine: Any) -> Any:
-        """Return a runtime configuration that uses the cache, for an `ICudaEngine`.
+        """Return an `IRuntimeConfig` for an `ICudaEngine`, with this object as the kernel cache.
 
         The CUDA context must be current.
         """

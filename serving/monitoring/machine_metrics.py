@@ -232,7 +232,10 @@ class LoopLag:
         self.worst_s = 0.0
 
     async def run(self) -> None:
-        """Measure the lag until cancelled. Warn after each 10 s window with any lag above 0.1 s."""
+        """Measure the event loop's lag until cancelled.
+
+        Log a warning after each window of 10 s in which a lag exceeded 0.1 s.
+        """
         while True:
             worst_s = await self._worst_of_window()
             self.worst_s = worst_s

@@ -80,9 +80,11 @@ def validate_input(request: pb.ModelInferRequest, max_batch: int, max_pixels: in
 
 
 def decode_input(images: ImageInput) -> Sequence[SourceImage]:
-    """Return each image of an input, as an encoded file or an RGB array [H, W, 3] uint8.
+    """Split the input tensor of a request into its images.
 
-    For large tensors, this may take seconds. Encoded files are not decoded here.
+    Each image of a BYTES tensor is an encoded file, and is returned as it is. Each image of a
+    numeric tensor is returned as an RGB array [H, W, 3] uint8. For large tensors, this may take
+    seconds.
 
     Raises:
         InvalidRequestError: the raw contents of a BYTES tensor are malformed, or a pixel value is

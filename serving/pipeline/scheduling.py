@@ -126,9 +126,9 @@ class Schedule(Generic[T]):
     def take(self, now: float, *, only_full: bool = False) -> list[Ticket[T]]:
         """Remove and return the tickets of the next batch. All have the same bucket (input size).
 
-        A batch may start if `BatchPolicy.size_of` is not 0 for its bucket. Among the buckets whose
-        batch may start, choose the one whose first item has the lowest service tag. If no batch
-        may start yet, return an empty list.
+        A bucket is ready if `BatchPolicy.size_of` returns a batch size above 0 for it. Among the
+        ready buckets, choose the one whose first item has the lowest service tag (see the docstring
+        of this module). If no bucket is ready, return an empty list.
 
         Args:
             now: Current time in seconds.

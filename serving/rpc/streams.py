@@ -124,7 +124,13 @@ class _OpenStream(Generic[Request]):
             await self._changed.wait()
 
     async def serve(self, request: Request, images: int, admission: Admission) -> None:
-        """Process a request of `images` images, and write its response."""
+        """Process a request, and write its response.
+
+        Args:
+            request: Message with the images.
+            images: Number of images in the request.
+            admission: Context manager that holds the admission slots of the request.
+        """
         self._images += images
         previous, self._last_written = self._last_written, asyncio.Event()
         is_written = self._last_written

@@ -84,11 +84,11 @@ def plan_finetuning(
     *,
     is_pretrained: bool = True,
 ) -> FittedSettings:
-    """Return configuration values that suit images, initial model and machine, with reasons.
+    """Return configuration values that suit images, model and machine, each with its reason.
 
     Args:
         images: Statistics of the training images.
-        start: Model and preprocessing of the initial weights.
+        start: Architecture and preprocessing of the model to train.
         machine: Properties of the machine.
         given: Values that the user has set, by dotted key. Other values are chosen to suit them.
         is_pretrained: Whether training starts from the weights of `start`. False: training starts
