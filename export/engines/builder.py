@@ -252,7 +252,7 @@ class EngineBuilder(ABC):
 def _cuda_version(trt: Any) -> str:
     """Return the CUDA version that the name of TensorRT's package contains, such as `13`.
 
-    If the name contains none, return `unknown`.
+    If the name contains no version, return `unknown`.
     """
     bindings = trt.Builder.__module__.partition(".")[0]
     names = metadata.packages_distributions().get(bindings, ())
