@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_run import LoadTiny
+from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
@@ -21,40 +22,38 @@ FROZEN = ("model.num_classes=3", "model.backbone.norm=frozen_bn", "weights=null"
 
 @pytest.mark.slow
 def test_traced_steps_equal_eager_ones(tiny: LoadTiny) -> None:
-    """Tracing without code generation: whole, for any number of objects, and when accumulating."""
+    """Tracing without code generation: whole, for any number of objects, and when accumulating.
+
+    The gradients of the first stages are the last. When the others are reported, they are complete.
+    """
     config = tiny(*FROZEN, "solver.accumulate=2")
     alone = Worker(0, 1, torch.device("cpu"))
     eager, traced = Trainer(config, alone), Trainer(config, alone)
-    traced.model.losses = CompiledLosses(traced.model, backend="aot_eager")  # type: ignore[method-assign]
+    reported: dict[str, Tensor] = {}
+
+    def on_gradients() -> None:
+        named = traced.model.named_parameters()
+        reported.update((name, x.grad.clone()) for name, x in named if x.grad is not None)
+
+    losses = CompiledLosses(traced.model, backend="aot_eager", on_gradients=on_gradients)
+    traced.model.losses = losses  # type: ignore[method-assign]
     torch._dynamo.utils.counters.clear()
     parts = list(train_loader(CocoDataset(config.data.train), config))[:2]
     assert parts[0].targets.labels.shape[1] != parts[1].targets.labels.shape[1]
     torch.testing.assert_close(traced.step(parts), eager.step(parts))
     torch.testing.assert_close(traced.model.state_dict(), eager.model.state_dict())
+
+    reported.clear()
+    batch = parts[0]
+    losses(batch.images, batch.image_sizes, batch.targets, batch.seeds).sums.sum().backward()
+    first = tuple(f"backbone.body.{name}" for name in ("conv1", "layer1", "layer2", "layer3"))
+    assert not any(name.startswith(first) for name in reported)
+    for name, parameter in traced.model.named_parameters():
+        assert parameter.grad is not None
+        assert name.startswith(first) or parameter.grad.equal(reported[name])
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
-
-
-def test_gradients_of_the_first_stages_are_the_last(tiny: LoadTiny) -> None:
-    """When the other gradients are reported, they have their final values."""
-    config = tiny(*FROZEN)
-    model = MaskRCNN(config.model).train()
-    reported = []
-
-    def on_gradients() -> None:
-        complete = {n: x.grad.clone() for n, x in model.named_parameters() if x.grad is not None}
-        reported.append(complete)
-
-    losses = CompiledLosses(model, backend="aot_eager", on_gradients=on_gradients)
-    batch = next(iter(train_loader(CocoDataset(config.data.train), config)))
-    losses(batch.images, batch.image_sizes, batch.targets, batch.seeds).sums.sum().backward()
-    first = tuple(f"backbone.body.{name}" for name in ("conv1", "layer1", "layer2", "layer3"))
-    (complete,) = reported
-    assert not any(name.startswith(first) for name in complete)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert name.startswith(first) or parameter.grad.equal(complete[name])
 
 
 def test_programs_are_in_the_user_cache(
