@@ -298,7 +298,7 @@ class LaunchGraphs:
             # As text: a log record that holds the error would keep TensorRT's objects alive.
             reason = str(error)
             _log.warning(
-                "cannot capture a CUDA graph (%s); batches run without new graphs, which is slower",
+                "cannot capture CUDA graphs (%s); batches run without new ones, which is slower",
                 reason,
             )
 

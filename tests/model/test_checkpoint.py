@@ -77,7 +77,7 @@ def test_unusable_paths_and_versions_are_rejected(tmp_path: Path) -> None:
         (tmp_path / "none.pth", r"none\.pth does not exist.*\.pth file"),
         (tmp_path, r"is a folder.*\.pth file"),
         (tmp_path / "future.pth", r"format 99.* format 2"),
-        (Path("/proc/self/mem"), r"cannot read /proc/self/mem: Input/output error; make it"),
+        (Path("/proc/self/mem"), r"cannot read /proc/self/mem: Input/output error; make the"),
     ):
         with pytest.raises(CheckpointError, match=message):
             load_checkpoint(path)
@@ -87,7 +87,7 @@ def test_unsupported_settings_are_named(tiny_checkpoint: Path, tmp_path: Path) -
     content = torch.load(tiny_checkpoint, weights_only=True)
     content["model_config"]["rpn"]["nms_iou"] = 2
     torch.save(content, tmp_path / "other.pth")
-    with pytest.raises(CheckpointError, match=r"rpn\.nms_iou is 2; allowed: .*program version"):
+    with pytest.raises(CheckpointError, match=r"rpn\.nms_iou is 2; allowed: .*; use the version"):
         load_checkpoint(tmp_path / "other.pth")
 
 

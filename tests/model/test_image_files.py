@@ -95,7 +95,7 @@ def test_tiff_keeps_its_orientation(orientation: int, mode: str, tmp_path: Path)
         (b"BM, a text", "damaged"),
         (encoded(PIXELS[:4], "BMP"), "at least 8"),
         (encoded(GREY.astype(np.float32), "TIFF"), "mode F"),
-        (encoded(GREY.astype(np.uint16), "TIFF", tiffinfo={339: 2}), "mode I,"),  # signed
+        (encoded(GREY.astype(np.uint16), "TIFF", tiffinfo={339: 2}), "mode I "),  # signed
         (deep_tiff(PIXELS), "lowest 8 bits.* 8 bits per channel"),
         (b"GIF89a", "not a JPEG, PNG, WebP, BMP or TIFF"),
     ],

@@ -202,7 +202,7 @@ def test_images_of_one_name_are_rejected(
     (tmp_path / "cat.png").write_bytes(picture())
     result = invoke(predict, bundle, folder, tmp_path / "cat.png")
     assert result.exit_code == 2
-    for fact in (folder / "cat.png", tmp_path / "cat.png", "both be image cat.png"):
+    for fact in (folder / "cat.png", tmp_path / "cat.png", "image ID cat.png"):
         assert str(fact) in result.stderr
 
 

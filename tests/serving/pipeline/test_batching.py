@@ -164,7 +164,7 @@ async def test_workers_whose_backends_take_other_items_are_rejected(
     batcher = batcher_of(engine, 1)
     loader.info = loader.info._replace(backend="another", is_end_to_end=True)
     (other,) = loaded(loader)
-    message = "cannot compute the batches that are prepared for none, the backend"
+    message = "first worker uses none, and the two backends cannot compute"
     with pytest.raises(BackendError, match=f"{message}.*--backend"):
         Batcher([engine, other], BatchPolicy(1, 0))
     other.close()
