@@ -24,7 +24,7 @@ from .run_folder import RunFolder
 from .run_length import with_run_length
 from .terminal import terminal_progress
 from .tracking import check_trackers
-from .trainer import Trainer, set_arithmetic
+from .trainer import Trainer, check_precision, set_arithmetic
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +134,7 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         Path of the final checkpoint, and its metrics by name. The metrics are empty if the
         checkpoint was not evaluated.
     """
+    check_precision(config, rank.device)
     set_arithmetic(config)
     check_trackers(config.trackers)
     folder = RunFolder(config.output_dir, config.keep_checkpoints)

@@ -40,6 +40,16 @@ def set_arithmetic(config: TrainConfig) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
+def check_precision(config: TrainConfig, device: torch.device) -> None:
+    """Check that a device supports `config.precision`.
+
+    Raises:
+        ConfigError: the precision is fp16, and the device is a CPU.
+    """
+    if config.precision == "fp16" and device.type == "cpu":
+        raise ConfigError("precision=fp16 needs a GPU; use precision=bf16 or fp32 on a CPU")
+
+
 class GpuMemoryError(Exception):
     """A training step or an evaluation needs more memory than the GPU has."""
 
@@ -48,8 +58,7 @@ class Trainer:
     """Model, optimiser and loss scaler of a run on one rank, and the number of steps taken."""
 
     def __init__(self, config: TrainConfig, worker: Worker) -> None:
-        if config.precision == "fp16" and worker.device.type == "cpu":
-            raise ConfigError("precision=fp16 needs a GPU; use precision=bf16 or fp32 on a CPU")
+        check_precision(config, worker.device)
         self.config = config
         self.worker = worker
         self.iteration = 0

@@ -185,7 +185,7 @@ def _table_of_build(artifact: Artifact) -> Table:
         "with": f"{artifact.kind} {build.runtime_version}, CUDA {build.cuda_version}",
         "for compute capability": ", ".join(build.compute_capabilities),
         "on": ", ".join(filter(None, (build.gpu_name, build.platform))),
-        "compatible with": " and ".join(_compatibility(build)) or "this version and GPU only",
+        "compatible with": " and ".join(_compatibility(build)) or "this version and hardware only",
         "weights": "none; insert them with `maskrcnn engine refit`" if build.stripped else "all",
         "PTX": build.ptx_version or "none",
         "plugins": plugins or "none",

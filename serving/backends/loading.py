@@ -193,20 +193,22 @@ def check_backend(
         check_onnxruntime()
         return
     if kind == "torch":
-        _check_torch()
+        _check_torch(precision)
         return
     paths = [bundle / artifact.path for artifact in artifacts]
     size = sum(path.stat().st_size for path in paths if path.is_file())
     check_plans(kind, artifacts, probe_machine(kind), size)
 
 
-def _check_torch() -> None:
+def _check_torch(precision: Precision) -> None:
     with import_errors("torch", "torch"):
         import torch
     if not torch.cuda.is_available():
+        # ONNX Runtime is faster on a CPU, but does not compute in bf16.
+        other = "torch" if precision == "bf16" else "onnxruntime"
         raise BackendError(
             "torch finds no NVIDIA GPU; check nvidia-smi, or compute on the CPU with --backend "
-            "onnxruntime, or with --backend torch, which is slower but supports bf16"
+            f"{other}"
         )
     with import_errors("torchvision", "torch"):
         import torchvision  # noqa: F401

@@ -106,9 +106,13 @@ def test_weights_are_where_training_starts(tiny: LoadTiny, tmp_path: Path) -> No
     assert largest_difference(trainer.model.state_dict(), first.weights) == 0
 
 
-def test_precision_and_weights_must_fit(tiny: LoadTiny, tiny_checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="fp16 needs a GPU; use precision=bf16 or fp32"):
-        Trainer(tiny("precision=fp16"), ALONE)
+def test_precision_and_weights_must_fit(
+    tiny: LoadTiny, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    for start in (lambda config: Trainer(config, ALONE), train):
+        with pytest.raises(ConfigError, match="fp16 needs a GPU; use precision=bf16 or fp32"):
+            start(tiny("precision=fp16"))
+    assert not any(tmp_path.iterdir())  # no folder of a run
     with pytest.raises(CheckpointError, match=r"none\.pth does not exist"):
         Trainer(tiny(CLASSES, "weights=none.pth"), ALONE)
     with pytest.raises(CheckpointError) as caught:

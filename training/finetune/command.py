@@ -61,6 +61,7 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     from ..evaluation.validation import check_expected
     from ..run import train
     from ..terminal import errors_of_main_process
+    from ..trainer import check_precision
 
     with errors_of_main_process():
         with worker(device) as rank:
@@ -70,6 +71,7 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
                 if rank.is_main:
                     _print_plan(data, prepared)
             if dry_run:
+                check_precision(config, rank.device)
                 return
             checkpoint, metrics = train(config, rank, resume=resume)
         check_expected(config.evaluation, metrics)

@@ -177,6 +177,8 @@ def test_invalid_entries_of_coco_files_are_left_out_of_the_plan(
     output = call(*arguments)
     assert "5 training images;" in output
     assert "left out" not in output
+    with pytest.raises(ConfigError, match="fp16 needs a GPU"):
+        call(*arguments, "device=cpu", "precision=fp16")
     (tmp_path / "data" / "train2017" / SCENES[0].name).unlink()
     file = tmp_path / "data" / "annotations" / "instances_train2017.json"
     content = json.loads(file.read_text())
