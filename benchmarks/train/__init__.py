@@ -88,16 +88,17 @@ def train(
         seeds=seeds,
         with_average_precision=evaluate,
     )
-    results: list[TrainResult] = []
+    runs = measure_training(
+        train_config,
+        settings,
+        on_run=lambda engine, precision: click.echo(
+            f"measuring {engine} in {precision} ...", err=True
+        ),
+    )
     rooflines = measure_train_rooflines(train_config, precisions) if on_gpu else []
+    results: list[TrainResult] = []
     try:
-        for result in measure_training(
-            train_config,
-            settings,
-            on_run=lambda engine, precision: click.echo(
-                f"measuring {engine} in {precision} ...", err=True
-            ),
-        ):
+        for result in runs:
             click.echo(f"  {result.images_per_second:.1f} images/s", err=True)
             results.append(result)
     finally:

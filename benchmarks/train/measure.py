@@ -63,9 +63,8 @@ class GpuSteps(NamedTuple):
     kernels: int
     # Time in which NCCL kernels run. It includes their wait for other ranks.
     communication_ms: float
-    # Part of `communication_ms` in which the GPU does nothing else.
-    exposed_ms: float
-    # Time by kind of kernel, with the keys `KERNEL_KINDS` and `IDLE`.
+    # Time by kind of kernel, with the keys `KERNEL_KINDS` and `IDLE`. `NCCL` is the part of
+    # `communication_ms` in which the GPU does nothing else.
     kinds_ms: dict[str, float]
 
 
@@ -123,8 +122,9 @@ def measure_training(
         settings: Precisions, baselines, seeds and numbers of steps.
         on_run: Function that is called before each run.
 
-    Yields:
-        One result per run. If a run has several processes, its result is that of rank 0.
+    Returns:
+        Iterator that measures and yields one result per run. If a run has several processes, its
+        result is that of rank 0.
 
     Raises:
         ConfigError: the configuration does not match the data, the machine or `settings`,
@@ -148,6 +148,15 @@ def measure_training(
             f"torchvision's model can be trained by one process only, but this run has {processes} "
             "processes; leave out --peer torchvision"
         )
+    return _measure_runs(config, settings, on_run, processes)
+
+
+def _measure_runs(
+    config: "TrainConfig",
+    settings: TrainSettings,
+    on_run: Callable[[TrainEngine, TrainPrecision], object],
+    processes: int,
+) -> Iterator[TrainResult]:
     seeds = range(config.seed, config.seed + settings.seeds)
     engines: tuple[TrainEngine, ...] = ("this", *settings.peers)
     for precision, engine, seed in itertools.product(settings.precisions, engines, seeds):
@@ -347,9 +356,6 @@ def _gpu_steps(step: Callable[[], object]) -> GpuSteps:
         whole_step()
     host_ms = 1000 * statistics.median(starts)
     activities = profile_gpu(whole_step, count=1)
-    return GpuSteps(
-        host_ms,
-        len(activities),
-        *communication_milliseconds(activities),
-        milliseconds_by_kind(activities),
-    )
+    communication_ms, _ = communication_milliseconds(activities)
+    kinds_ms = milliseconds_by_kind(activities)
+    return GpuSteps(host_ms, len(activities), communication_ms, kinds_ms)

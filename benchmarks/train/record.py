@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...model.plurals import counted
-from ..common.gpu_time import IDLE, KERNEL_KINDS
+from ..common.gpu_time import IDLE, KERNEL_KINDS, NCCL
 from ..common.machine import MatmulRoofline
 from ..common.record import PlotGrid, Record, ResultTable, plot_stacked_bars
 from .measure import GpuSteps, TrainEngine, TrainPrecision, TrainResult
@@ -199,7 +199,7 @@ def _by_model(results: Sequence[TrainResult]) -> _Runs:
 
 
 def _gpu_columns(gpu: GpuSteps) -> tuple[str, ...]:
-    milliseconds = (f"{ms:.2f}" for ms in (gpu.communication_ms, gpu.exposed_ms))
+    milliseconds = (f"{ms:.2f}" for ms in (gpu.communication_ms, gpu.kinds_ms[NCCL]))
     return (f"{gpu.host_ms:.1f}", f"{gpu.kernels}", *milliseconds)
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from PIL import Image
 from tiny_run import write_config
 
-from maskrcnn_trt.benchmarks.common.gpu_time import IDLE, KERNEL_KINDS
+from maskrcnn_trt.benchmarks.common.gpu_time import IDLE, KERNEL_KINDS, NCCL
 from maskrcnn_trt.benchmarks.common.machine import MatmulRoofline
 from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.benchmarks.common.timing import Latency
@@ -156,14 +156,19 @@ def test_page_and_plots(tmp_path: Path):
 
 def test_page_of_a_gpu(tmp_path: Path):
     """The roofline of two GPUs, and the times of a step by kind of kernel."""
-    kinds = dict.fromkeys((*KERNEL_KINDS, IDLE), 0.0) | {"convolutions": 12.5, IDLE: 1.25}
-    gpu = GpuSteps(4.0, 770, 0.8, 0.5, kinds)
+    kinds = dict.fromkeys((*KERNEL_KINDS, IDLE), 0.0) | {
+        "convolutions": 12.5,
+        NCCL: 0.5,
+        IDLE: 1.25,
+    }
+    gpu = GpuSteps(4.0, 770, 0.8, kinds)
     own = replace(make_result("this", "fp16"), device="cuda", processes=2, gpu=gpu, metrics={})
     # 100 images/s on each GPU, and 1 image/s measured
     roofline = MatmulRoofline("fp16", 150.0, flops_per_image=1_500_000_000_000)
     text = write_record(train_record([own], [roofline]), tmp_path).read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| fp16")]
     assert rows[0][5] == "0.5%"
+    assert rows[0][12:14] == ["0.80", "0.50"]
     assert {"12.50", "1.25"} <= {cell.removesuffix(" |") for cell in rows[1]}
     assert "fp16 150 TFLOP/s" in text
 
