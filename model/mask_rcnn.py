@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from .backbone import Backbone
 from .config.schema import ModelConfig
 from .losses import LossTerms
-from .roi_heads import RoiHeads
-from .rpn import RegionProposalNetwork
+from .roi_heads import RoiHeads, TrainingRois
+from .rpn import RegionProposalNetwork, TrainingAnchors
 from .targets import Targets
 
 
@@ -31,6 +31,17 @@ class BatchDetections(NamedTuple):
     labels: Tensor
     # [B, D, M, M] float32, M x M mask probabilities within each box.
     masks: Tensor
+
+
+class TrainingSamples(NamedTuple):
+    """Feature maps of a batch, and the anchors and RoIs sampled for its losses."""
+
+    # One map [B, C, H_l, W_l] per pyramid level l, finest first.
+    features: list[Tensor]
+    anchors: TrainingAnchors
+    rois: TrainingRois
+    # [5] float32, see `LossTerms.counts`.
+    counts: Tensor
 
 
 class MaskRCNN(nn.Module):
@@ -88,9 +99,10 @@ class MaskRCNN(nn.Module):
 
         The arguments are those of `forward`.
         """
-        maps = self.first_stages(images, image_sizes)
         height, width = images.shape[2:]
-        return self.losses_of_maps(maps, (height, width), image_sizes, targets, seeds)
+        maps = self.first_stages(images, image_sizes)
+        samples = self.sample(maps, (height, width), image_sizes, targets, seeds)
+        return LossTerms(self.loss_sums(samples, targets), samples.counts)
 
     def first_stages(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
         """Normalise images, and return the maps of the backbone's first stages, finest first.
@@ -99,15 +111,15 @@ class MaskRCNN(nn.Module):
         """
         return self.backbone.first_stages(self.stem(images, image_sizes))
 
-    def losses_of_maps(
+    def sample(
         self,
         maps: list[Tensor],
         input_size: tuple[int, int],
         image_sizes: Tensor,
         targets: Targets,
         seeds: Tensor,
-    ) -> LossTerms:
-        """Compute the same sums and counts as `losses` from the output of `first_stages`.
+    ) -> TrainingSamples:
+        """Compute the feature maps, and sample anchors and RoIs for the losses.
 
         Args:
             maps: output of `first_stages`.
@@ -121,14 +133,17 @@ class MaskRCNN(nn.Module):
             outputs = self.rpn(features, input_size)
             proposals = self.rpn.propose(outputs, image_sizes)
             rois = self.roi_heads.sample(proposals, targets, seeds)
-        objectness, rpn_regression, num_anchors = self.rpn.losses(
-            features, outputs.anchors, targets, seeds
-        )
-        classification, regression, mask = self.roi_heads.losses(features, rois, targets)
-        sums = torch.stack([objectness, rpn_regression, classification, regression, mask])
-        num_rois, pixels = rois.chosen.sum(), rois.positive.sum() * self.config.mask_side**2
-        counts = torch.stack([num_anchors, num_anchors, num_rois, num_rois, pixels])
-        return LossTerms(sums, counts.float())
+            anchors = self.rpn.sample(outputs.anchors, targets, seeds)
+            num_anchors, num_rois = anchors.chosen.sum(), rois.chosen.sum()
+            pixels = rois.positive.sum() * self.config.mask_side**2
+            counts = torch.stack([num_anchors, num_anchors, num_rois, num_rois, pixels])
+        return TrainingSamples(features, anchors, rois, counts.float())
+
+    def loss_sums(self, samples: TrainingSamples, targets: Targets) -> Tensor:
+        """Return `LossTerms.sums` of a batch's samples and ground truth."""
+        features, anchors, rois, _ = samples
+        rpn_losses = self.rpn.losses(features, anchors, targets)
+        return torch.stack([*rpn_losses, *self.roi_heads.losses(features, rois, targets)])
 
     def _features(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
         """Normalise images, and return the backbone's feature maps, finest first."""

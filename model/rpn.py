@@ -51,6 +51,21 @@ class RpnOutputs(NamedTuple):
     counts: list[int]
 
 
+class TrainingAnchors(NamedTuple):
+    """S anchors per image sampled for the losses, positives first."""
+
+    # [B, S, 4], xyxy in input pixels.
+    boxes: Tensor
+    # [B, S] int64, indices into `RpnOutputs.anchors`.
+    indices: Tensor
+    # [B, S] int64: index of the matched ground-truth box.
+    targets: Tensor
+    # [B, S] bool.
+    positive: Tensor
+    # [B, S] bool; False marks padding.
+    chosen: Tensor
+
+
 class RegionProposalNetwork(nn.Module):
     """Region proposal network: scores and refines anchors, and applies NMS to the proposals."""
 
@@ -118,13 +133,10 @@ class RegionProposalNetwork(nn.Module):
         valid = scores.isfinite()
         return Proposals(take_rows(boxes, chosen) * valid[..., None], valid)
 
-    def losses(
-        self, features: Sequence[Tensor], anchors: Tensor, targets: Targets, seeds: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return objectness loss, box loss and number of sampled anchors, summed over the batch.
+    def sample(self, anchors: Tensor, targets: Targets, seeds: Tensor) -> TrainingAnchors:
+        """Sample anchors for the losses.
 
-        `features` is as in `forward`, `anchors` is `RpnOutputs.anchors`, and `seeds` [B] holds one
-        random seed per image.
+        `anchors` is `RpnOutputs.anchors`, and `seeds` [B] holds one random seed per image.
         """
         config = self.config.sampling
         matches = match_candidates(anchors, targets, config, low_quality=True)
@@ -135,18 +147,29 @@ class RegionProposalNetwork(nn.Module):
             config.batch_size_per_image,
             config.positive_fraction,
         )
-        logits, deltas = self._outputs_at(features, sample.indices)
-        objectness = F.binary_cross_entropy_with_logits(
-            logits, sample.positive.float(), weight=sample.chosen.float(), reduction="sum"
-        )
-        matched = take_rows(targets.boxes, matches.target.gather(1, sample.indices))
-        regression = smooth_l1_sum(
-            deltas,
-            encode_boxes(matched, anchors[sample.indices], *_DELTA_WEIGHTS),
+        return TrainingAnchors(
+            anchors[sample.indices],
+            sample.indices,
+            matches.target.gather(1, sample.indices),
             sample.positive,
-            self.config.smooth_l1_beta,
+            sample.chosen,
         )
-        return objectness, regression, sample.chosen.sum()
+
+    def losses(
+        self, features: Sequence[Tensor], anchors: TrainingAnchors, targets: Targets
+    ) -> tuple[Tensor, Tensor]:
+        """Return objectness loss and box loss of sampled anchors: two sums over the batch.
+
+        `features` is as in `forward`.
+        """
+        logits, deltas = self._outputs_at(features, anchors.indices)
+        objectness = F.binary_cross_entropy_with_logits(
+            logits, anchors.positive.float(), weight=anchors.chosen.float(), reduction="sum"
+        )
+        matched = take_rows(targets.boxes, anchors.targets)
+        wanted = encode_boxes(matched, anchors.boxes, *_DELTA_WEIGHTS)
+        regression = smooth_l1_sum(deltas, wanted, anchors.positive, self.config.smooth_l1_beta)
+        return objectness, regression
 
     def _outputs_at(self, features: Sequence[Tensor], indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs of the RPN head for S anchors per image.

@@ -29,9 +29,9 @@ _OBJECTS = 16
 
 
 class CompiledLosses:
-    """Replacement of `MaskRCNN.losses` that `torch.compile` compiles in two parts.
+    """Replacement of `MaskRCNN.losses` that `torch.compile` compiles in three parts.
 
-    Both parts are compiled once for each shape of the image batch.
+    Each part is compiled once for each shape of the image batch.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class CompiledLosses:
         *,
         graphs: bool = False,
         required: bool = True,
+        on_counts: Callable[[Tensor], None] | None = None,
         on_gradients: Callable[[], None] | None = None,
     ) -> None:
         """Prepare the compilation. The first call with each shape of the image batch compiles.
@@ -52,9 +53,12 @@ class CompiledLosses:
                 only until the next call of this object.
             required: True: raise `ConfigError` if torch cannot compile on this machine. False: log
                 a warning, and compute without compilation.
-            on_gradients: Function to call in each backward pass, as soon as all gradients are
-                computed except those of the backbone's first stages. It is not called if these
-                stages are frozen. None: call nothing.
+            on_counts: Function to call in each forward pass with `LossTerms.counts`, before the
+                losses are computed. None: call nothing.
+            on_gradients: Function to call in each backward pass, when the gradients of the box and
+                mask heads are computed, and again when all others are computed except those of the
+                backbone's first stages. There is no second call if these stages are frozen. None:
+                call nothing.
         """
         # On import, torch sets this variable to a folder in /tmp, unless the user has set it.
         # Replace only torch's value.
@@ -70,8 +74,9 @@ class CompiledLosses:
         self._model, self._eager = model, model.losses
         compiled = partial(torch.compile, dynamic=False, backend=backend, options=options)
         self._first_stages = compiled(model.first_stages)
-        self._losses_of_maps = compiled(model.losses_of_maps)
-        self._graphs, self._required, self._on_gradients = graphs, required, on_gradients
+        self._sample, self._loss_sums = compiled(model.sample), compiled(model.loss_sums)
+        self._graphs, self._required = graphs, required
+        self._on_counts, self._on_gradients = on_counts, on_gradients
         self._compiled: set[torch.Size] = set()
 
     def __call__(
@@ -102,16 +107,24 @@ class CompiledLosses:
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
         # A compiled backward pass returns all its gradients at its end. Therefore the model is
-        # compiled in two parts. The backward pass of the second part runs first, and its gradients
-        # are summed over the ranks during the backward pass of the first part. The second part has
-        # most of the weights, and the first part takes long enough to hide the sum.
-        maps = self._first_stages(images, image_sizes)
-        on_gradients = self._on_gradients
-        if on_gradients is not None and maps[-1].requires_grad:
-            maps[-1].register_hook(lambda _: on_gradients())
+        # compiled in three parts. The gradients of the last two parts are summed over the ranks
+        # while the backward pass continues. These parts have most of the weights, and the first
+        # part takes long enough to hide the sum. (Both use the RPN head, so its gradients are
+        # complete after the second part.) The counts are summed while the forward pass continues.
         height, width = images.shape[2:]
-        losses: LossTerms = self._losses_of_maps(maps, (height, width), image_sizes, targets, seeds)
-        return losses
+        maps = self._first_stages(images, image_sizes)
+        self._report_gradients_of(maps[-1])
+        samples = self._sample(maps, (height, width), image_sizes, targets, seeds)
+        if self._on_counts is not None:
+            self._on_counts(samples.counts)
+        self._report_gradients_of(samples.features[-1])
+        return LossTerms(self._loss_sums(samples, targets), samples.counts)
+
+    def _report_gradients_of(self, output: Tensor) -> None:
+        """Call `on_gradients` when the gradient of a part's output is computed."""
+        on_gradients = self._on_gradients
+        if on_gradients is not None and output.requires_grad:
+            output.register_hook(lambda _: on_gradients())  # type: ignore[no-untyped-call]
 
     def _compile(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
@@ -133,8 +146,9 @@ class CompiledLosses:
                     f"{problem}; to train without compilation, set compile=false"
                 ) from error
             logger.warning("%s; training goes on without compilation, which is slower", problem)
-            self._first_stages = self._model.first_stages
-            self._losses_of_maps, self._graphs = self._model.losses_of_maps, False
+            model, self._graphs = self._model, False
+            self._first_stages, self._sample = model.first_stages, model.sample
+            self._loss_sums = model.loss_sums
             return self._losses(images, image_sizes, targets, seeds)
         # `cudnn_convolution` has measured its implementations in CUDA graphs. Release the memory
         # that torch reserved for these graphs.

@@ -36,10 +36,14 @@ class Worker(NamedTuple):
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """All-reduce: return the elementwise sum of a tensor over all ranks."""
-        if self.world_size > 1:
-            values = values.clone()
-            distributed.all_reduce(values)
-        return values
+        return self.start_sum(values).result()
+
+    def start_sum(self, values: Tensor) -> "RankSum":
+        """Start an all-reduce of a copy of a tensor. Do not wait for the result."""
+        if self.world_size == 1:
+            return RankSum(values, None)
+        values = values.clone()
+        return RankSum(values, distributed.all_reduce(values, async_op=True))
 
     def gather(self, value: Any) -> list[Any]:
         """Gather: return all ranks' values in rank order on rank 0, and `[]` on the other ranks."""
@@ -61,6 +65,19 @@ class Worker(NamedTuple):
         """Barrier: wait until all ranks have called this method."""
         if self.world_size > 1:
             distributed.barrier()
+
+
+class RankSum:
+    """All-reduce in progress: an elementwise sum of a tensor over all ranks."""
+
+    def __init__(self, values: Tensor, operation: distributed.Work | None) -> None:
+        self._values, self._operation = values, operation
+
+    def result(self) -> Tensor:
+        """Wait for the operation, and return the sum. On a GPU, only the current stream waits."""
+        if self._operation is not None:
+            self._operation.wait()
+        return self._values
 
 
 class GradientSum:

@@ -18,7 +18,7 @@ from ..model.plurals import counted
 from ..model.weights.loading import load_weights
 from .config import ConfigError, TrainConfig
 from .data.loading.batches import Batch
-from .distributed import GradientSum, Worker
+from .distributed import GradientSum, RankSum, Worker
 from .fused_layers import fuse_layers
 from .garbage_collection import collect_frozen_objects
 from .optimizer import apply_gradients, build_optimizer, set_learning_rates
@@ -84,6 +84,7 @@ class Trainer:
         self._gradient_sum = (
             GradientSum(self.model.parameters()) if self._sums_gradients() else None
         )
+        self._counts_sum: RankSum | None = None
         if self._compiles():
             from .compiled_losses import CompiledLosses  # slow import
 
@@ -100,6 +101,7 @@ class Trainer:
                 # gradients cannot be accumulated.
                 graphs=worker.device.type == "cuda" and one_pass,
                 required=config.compile is True,
+                on_counts=self._start_counts_sum if one_pass else None,
                 on_gradients=self._gradient_sum.start if self._gradient_sum and one_pass else None,
             )
         self._parallel = self._over_ranks()
@@ -239,21 +241,25 @@ class Trainer:
                 terms = self._losses(self._parallel, batch)
                 sums += terms.sums.detach()
                 if counts is None:
-                    counts, sums = self.worker.sum_over_ranks(torch.stack([terms.counts, sums]))
+                    # `CompiledLosses` has started this sum during the forward pass.
+                    counts_sum = self._counts_sum or self.worker.start_sum(terms.counts)
+                    counts, self._counts_sum = counts_sum.result(), None
                 loss = terms.means(counts).sum()
                 # `counts` covers all ranks, so the gradients of the ranks must be summed.
                 # DistributedDataParallel averages them, so multiply by the number of ranks.
                 self.scaler.scale(loss * world_size if averages else loss).backward()  # type: ignore[no-untyped-call]
-        if len(batches) > 1:
-            sums = self.worker.sum_over_ranks(sums)
         if self._gradient_sum is not None:
             self._gradient_sum.finish()
+        global_sums = self.worker.start_sum(sums)
         apply_gradients(self.model, self.optimizer, self.scaler, config)
         self.iteration += 1
         if self.average is not None:
             self.average.update(self.model, self.iteration)
         assert counts is not None
-        return LossTerms(sums, counts).means()
+        return LossTerms(global_sums.result(), counts).means()
+
+    def _start_counts_sum(self, counts: Tensor) -> None:
+        self._counts_sum = self.worker.start_sum(counts)
 
     def _losses(self, model: Callable[..., LossTerms], batch: Batch) -> LossTerms:
         with self.autocast():

@@ -24,18 +24,21 @@ FROZEN = ("model.num_classes=3", "model.backbone.norm=frozen_bn", "weights=null"
 def test_traced_steps_equal_eager_ones(tiny: LoadTiny) -> None:
     """Tracing without code generation: whole, for any number of objects, and when accumulating.
 
-    The gradients of the first stages are the last. When the others are reported, they are complete.
+    Counts are reported before the losses, and gradients as soon as they are complete.
     """
     config = tiny(*FROZEN, "solver.accumulate=2")
     alone = Worker(0, 1, torch.device("cpu"))
     eager, traced = Trainer(config, alone), Trainer(config, alone)
-    reported: dict[str, Tensor] = {}
+    reported: list[dict[str, Tensor]] = []
 
     def on_gradients() -> None:
         named = traced.model.named_parameters()
-        reported.update((name, x.grad.clone()) for name, x in named if x.grad is not None)
+        reported.append({name: x.grad.clone() for name, x in named if x.grad is not None})
 
-    losses = CompiledLosses(traced.model, backend="aot_eager", on_gradients=on_gradients)
+    counts: list[Tensor] = []
+    losses = CompiledLosses(
+        traced.model, backend="aot_eager", on_counts=counts.append, on_gradients=on_gradients
+    )
     traced.model.losses = losses  # type: ignore[method-assign]
     torch._dynamo.utils.counters.clear()
     parts = list(train_loader(CocoDataset(config.data.train), config))[:2]
@@ -45,14 +48,19 @@ def test_traced_steps_equal_eager_ones(tiny: LoadTiny) -> None:
 
     reported.clear()
     batch = parts[0]
-    losses(batch.images, batch.image_sizes, batch.targets, batch.seeds).sums.sum().backward()
+    terms = losses(batch.images, batch.image_sizes, batch.targets, batch.seeds)
+    assert counts[-1].equal(terms.counts)
+    terms.sums.sum().backward()
     first = tuple(f"backbone.body.{name}" for name in ("conv1", "layer1", "layer2", "layer3"))
-    assert not any(name.startswith(first) for name in reported)
+    heads, without_first_stages = reported
     for name, parameter in traced.model.named_parameters():
         assert parameter.grad is not None
-        assert name.startswith(first) or parameter.grad.equal(reported[name])
+        assert (name in heads) == name.startswith("roi_heads")
+        assert (name in without_first_stages) == (not name.startswith(first))
+        for gradients in reported:
+            assert parameter.grad.equal(gradients.get(name, parameter.grad))
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 3
     assert not counters["graph_break"]
 
 
