@@ -5,12 +5,14 @@ bias, is rounded once to the dtype of the features. The same holds for gradients
 TF32 in matrix products, the gradients of weight and bias are sums of values rounded to TF32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..runtime.arguments import FLOAT_TYPES, kernel_argument
+from ..runtime.compilation import Kernel
 from ..runtime.launching import launch_kernel
 from .kernel import (
     class_logits_kernel,
@@ -49,13 +51,9 @@ def _(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
 
 @class_logits.register_kernel("cuda")
 def _(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    value_type = _value_type(features)
-    instances, cells, channels = features.shape
-    inputs = _arguments(features=features, weight=weight, bias=bias, labels=labels)
-    logits = features.new_empty(instances, cells)
-    launch = class_logits_launch(instances, cells)
-    launch_kernel(class_logits_kernel(value_type, channels), launch, inputs, [logits])
-    return logits
+    return _launch_logits(
+        class_logits_kernel, features=features, weight=weight, bias=bias, labels=labels
+    )
 
 
 @torch.library.custom_op("maskrcnn::relu_class_logits", mutates_args=(), device_types="cpu")
@@ -78,13 +76,8 @@ def _(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, labels: Te
 
 @relu_class_logits.register_kernel("cuda")
 def _(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    value_type = _value_type(features)
-    instances, cells, channels = features.shape
-    inputs = _arguments(features=features, offset=offset, weight=weight, bias=bias, labels=labels)
-    logits = features.new_empty(instances, cells)
-    launch = class_logits_launch(instances, cells)
-    launch_kernel(relu_class_logits_kernel(value_type, channels), launch, inputs, [logits])
-    return logits
+    inputs = {"features": features, "offset": offset, "weight": weight, "bias": bias}
+    return _launch_logits(relu_class_logits_kernel, **inputs, labels=labels)
 
 
 @torch.library.custom_op(
@@ -157,6 +150,18 @@ def _logits(activated: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> 
     # Do not use a matrix product: autocast would round its inputs.
     products = activated * weight[labels].float()[:, None]
     return products.sum(dim=2) + bias[labels].float()[:, None]
+
+
+def _launch_logits(kernel: Callable[[str, int], Kernel], **tensors: Tensor) -> Tensor:
+    """Return the logits that one of the two kernels computes from an operation's arguments."""
+    features = tensors["features"]
+    value_type = _value_type(features)
+    instances, cells, channels = features.shape
+    inputs = _arguments(**tensors)
+    logits = features.new_empty(instances, cells)
+    launch = class_logits_launch(instances, cells)
+    launch_kernel(kernel(value_type, channels), launch, inputs, [logits])
+    return logits
 
 
 def _empty_gradients(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
