@@ -189,6 +189,8 @@ def _plot_speedups(axes: "Axes", bars: Sequence[tuple[str, str, float]]) -> None
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=1)
     axes.margins(x=0.08)
+    # Bars start at 1, so the automatic limits would cut off speedups below 1.
+    axes.set_xlim(left=min([1, *(speedup for *_, speedup in bars)]) / 2)
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("times as fast as the baseline")
     if names:
