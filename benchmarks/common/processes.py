@@ -188,13 +188,13 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory_mib(kind: MemoryKind) -> float:
-    """Return the peak memory use in MiB since `reset_peak_memory`.
+    """Return the peak memory use in MiB since `reset_peak_memory`, or the current use.
 
     The argument `kind` selects the memory:
 
-    - `cpu`: resident memory of this process.
-    - `torch`: GPU memory reserved by torch.
-    - `driver`: memory of GPU 0 that all processes use now, not a peak.
+    - `cpu`: peak resident memory of this process.
+    - `torch`: peak GPU memory reserved by torch.
+    - `driver`: memory of torch's GPU 0 that all processes together use now.
     """
     # The driver reports no peak. The memory in use comes close to it, because libraries other than
     # torch keep the memory that they have allocated.
@@ -203,7 +203,9 @@ def peak_memory_mib(kind: MemoryKind) -> float:
 
         return torch.cuda.max_memory_reserved() / 2**20
     if kind == "driver":
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        gpu, *_ = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        query.append(f"--id={gpu}")
         answer = subprocess.run(query, capture_output=True, check=True, text=True, timeout=30)
         return float(answer.stdout)
     status = Path("/proc/self/status").read_text()
@@ -282,8 +284,8 @@ def _resident_mib(pid: int) -> float:
 def _process_tree_stats(pid: int) -> dict[int, tuple[str, list[str]]]:
     """Return the name and the `/proc/PID/stat` fields of a process and its descendants, by PID.
 
-    The fields begin with field 3 of proc_pid_stat(5): [1] is the parent's PID, [11] and [12] are
-    ticks in user and system mode, and [21] is the number of resident pages.
+    The list of fields begins with field 3 of proc_pid_stat(5). Index 1 is the parent's PID, indices
+    11 and 12 are ticks in user and system mode, and index 21 is the number of resident pages.
     """
     stats: dict[int, tuple[str, list[str]]] = {}
     for folder in Path("/proc").iterdir():
