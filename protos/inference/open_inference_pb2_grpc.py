@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class GRPCInferenceServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Open Inference Protocol v2, with extensions of Triton.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -97,7 +98,8 @@ class GRPCInferenceServiceStub:
 
 
 class GRPCInferenceServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Open Inference Protocol v2, with extensions of Triton.
+    """
 
     def ServerLive(self, request, context):
         """True if the process responds.
@@ -121,25 +123,30 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ServerMetadata(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns name and version of the server, and the Triton extensions that it supports.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelMetadata(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns names, datatypes and shapes of a model's inputs and outputs.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelInfer(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Detects objects in the images of one request.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
         """Extensions of Triton.
+
+        Does the same as ModelInfer for each request of a stream.
 
         Responses arrive in the order of the requests. A failed request gets an error message as its
         response; the stream continues.
@@ -149,31 +156,36 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelConfig(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns a model's configuration in Triton's format.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ModelStatistics(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns numbers and durations of a model's requests since the start of the server.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RepositoryIndex(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns name, version and state of each model.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RepositoryModelLoad(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Loads a model, or loads it again.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RepositoryModelUnload(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Unloads a model after its requests in progress have ended.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -250,7 +262,8 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GRPCInferenceService:
-    """Missing associated documentation comment in .proto file."""
+    """Open Inference Protocol v2, with extensions of Triton.
+    """
 
     @staticmethod
     def ServerLive(request,

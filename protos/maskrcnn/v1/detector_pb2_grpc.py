@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class DetectorStub:
-    """Missing associated documentation comment in .proto file."""
+    """Instance segmentation with the served models.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -52,7 +53,8 @@ class DetectorStub:
 
 
 class DetectorServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Instance segmentation with the served models.
+    """
 
     def Detect(self, request, context):
         """Detects objects in one image.
@@ -109,7 +111,8 @@ def add_DetectorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Detector:
-    """Missing associated documentation comment in .proto file."""
+    """Instance segmentation with the served models.
+    """
 
     @staticmethod
     def Detect(request,
