@@ -53,7 +53,7 @@ def maskrcnn_resnet50_fpn(weights: str | None = None, num_classes: int = 80) -> 
 def maskrcnn_resnet101_fpn(weights: str | None = None, num_classes: int = 80) -> "MaskRCNN":
     """Build Mask R-CNN with ResNet-101 and a feature pyramid, in evaluation mode.
 
-    The arguments are those of `maskrcnn_resnet50_fpn`.
+    `weights` (name, path or URL; None: random) and `num_classes` are as in `maskrcnn_resnet50_fpn`.
     """
     return _build("resnet101", "fpn", weights, num_classes)
 
@@ -61,7 +61,7 @@ def maskrcnn_resnet101_fpn(weights: str | None = None, num_classes: int = 80) ->
 def maskrcnn_resnet50_c4(weights: str | None = None, num_classes: int = 80) -> "MaskRCNN":
     """Build Mask R-CNN with ResNet-50 C4 features, in evaluation mode.
 
-    The arguments are those of `maskrcnn_resnet50_fpn`.
+    `weights` (name, path or URL; None: random) and `num_classes` are as in `maskrcnn_resnet50_fpn`.
     """
     return _build("resnet50", "c4", weights, num_classes)
 
@@ -69,7 +69,7 @@ def maskrcnn_resnet50_c4(weights: str | None = None, num_classes: int = 80) -> "
 def maskrcnn_resnet101_c4(weights: str | None = None, num_classes: int = 80) -> "MaskRCNN":
     """Build Mask R-CNN with ResNet-101 C4 features, in evaluation mode.
 
-    The arguments are those of `maskrcnn_resnet50_fpn`.
+    `weights` (name, path or URL; None: random) and `num_classes` are as in `maskrcnn_resnet50_fpn`.
     """
     return _build("resnet101", "c4", weights, num_classes)
 
@@ -77,7 +77,7 @@ def maskrcnn_resnet101_c4(weights: str | None = None, num_classes: int = 80) -> 
 def maskrcnn_resnet50_c5(weights: str | None = None, num_classes: int = 80) -> "MaskRCNN":
     """Build Mask R-CNN with dilated ResNet-50 C5 features, in evaluation mode.
 
-    The arguments are those of `maskrcnn_resnet50_fpn`.
+    `weights` (name, path or URL; None: random) and `num_classes` are as in `maskrcnn_resnet50_fpn`.
     """
     return _build("resnet50", "c5", weights, num_classes)
 
@@ -85,6 +85,6 @@ def maskrcnn_resnet50_c5(weights: str | None = None, num_classes: int = 80) -> "
 def maskrcnn_resnet101_c5(weights: str | None = None, num_classes: int = 80) -> "MaskRCNN":
     """Build Mask R-CNN with dilated ResNet-101 C5 features, in evaluation mode.
 
-    The arguments are those of `maskrcnn_resnet50_fpn`.
+    `weights` (name, path or URL; None: random) and `num_classes` are as in `maskrcnn_resnet50_fpn`.
     """
     return _build("resnet101", "c5", weights, num_classes)

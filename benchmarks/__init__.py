@@ -11,4 +11,4 @@ _COMMANDS = ("bulk", "infer", "kernels", "serve", "train")
 
 @click.group(cls=LazyGroup, targets={name: f"{__name__}.{name}:{name}" for name in _COMMANDS})
 def bench() -> None:
-    """Measure throughput and latency."""
+    """Measure throughput and latency of inference, serving, training and kernels."""

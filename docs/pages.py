@@ -44,8 +44,8 @@ def on_startup(**_: object) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Return all files of the site.
 
-    They are the theme's files, the repository's Markdown pages, and one file per other file or
-    folder of the repository to which a page links. Images, JSON files and notebooks are copied. Any
+    They are the theme's files, the repository's Markdown pages, and one file for each other file or
+    folder of the repository that a page links to. Images, JSON files and notebooks are copied. Any
     other file gets a page that shows its source. A folder gets a page that lists its files. The
     listed files are added to the site in the same way.
     """

@@ -58,9 +58,9 @@ def bundle_from_checkpoint(
 ) -> Manifest:
     """Export a checkpoint to a bundle folder.
 
-    The folder is replaced atomically. If it holds a bundle of the same checkpoint and model
-    configuration, the model files of that bundle are kept, unless this export replaces them. Any
-    other bundle is replaced as a whole.
+    The folder is replaced atomically. If it holds a bundle of the same checkpoint, model
+    configuration and package version, the model files of that bundle are kept, unless this export
+    replaces them. Of any other bundle, only the sample images are kept.
 
     For each precision and input size, the new bundle has an ONNX file, an engine of each builder
     and, if `with_programs` is set, a torch program. Exceptions: bf16 has no ONNX file, int8 no
@@ -69,7 +69,7 @@ def bundle_from_checkpoint(
     Args:
         reference: path or URL of a checkpoint or of another implementation's weights, or name of a
             published model.
-        bundle: folder of a new or an older bundle.
+        bundle: folder to write. It may hold an older bundle.
         precisions: precisions to export. `fp32` and `tf32` share an ONNX file.
         buckets: input sizes as (height, width) in pixels, multiples of 32. Empty: use the input
             sizes of the training.

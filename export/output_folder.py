@@ -168,9 +168,10 @@ def with_older_artifacts(
 
 
 def _with_file_of(new: Artifact, older: Artifact) -> Artifact:
-    """Return the manifest entry `older`, changed to describe the file of `new` at the same path.
+    """Return the manifest entry `older`, updated for the file that `new` has at the same path.
 
-    The precisions fp32 and tf32 share a file, which may have been exported again for one of them.
+    The precisions fp32 and tf32 share a file. If the file is exported again for one of them, the
+    entry of the other must describe the new file.
     """
     update: dict[str, Any] = {"sha256": new.sha256, "input_dtype": new.input_dtype}
     if new.input_dtype != older.input_dtype:
@@ -209,7 +210,7 @@ def copy_samples(samples: Iterable[Path], bundle: Path) -> None:
 
 
 def _model_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest fields that identify a bundle's model and the exporting version.
+    """Return the manifest fields that identify a bundle's model and its exporter's version.
 
     Two bundles with equal fields contain the same model, exported by the same package version.
     """

@@ -1,4 +1,4 @@
-"""Comparison of the detections of exported ONNX files and torch programs with the checkpoint's."""
+"""Comparison of detections of a checkpoint and of its exported ONNX files and torch programs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -132,7 +132,8 @@ def reference_batches(
     Args:
         checkpoint: model to run.
         manifest: manifest of a bundle exported from the checkpoint.
-        images: image files, used as in `verify_bundle`.
+        images: image files. Each image is used for the smallest input size into which it fits. For
+            input sizes without an image, smooth noise is used.
 
     Returns:
         Batches of up to four images each, by input size (bucket).
@@ -212,7 +213,8 @@ def _compare_image(
 ) -> None:
     """Compare each expected detection with the actual one of the same label that overlaps most.
 
-    Actual detections above `floor` that match no expected detection are counted as missed, too.
+    Actual detections above `floor` that match no expected detection also increase the count
+    `missed` of `comparison`.
 
     Args:
         comparison: result to update.

@@ -52,6 +52,9 @@ def grid_steps(
 ) -> list[tuple[int, int]]:
     """Return the distances between the anchors of adjacent cells, for each feature map.
 
+    With the conventions `detectron2` and `legacy`, the distance is the stride. With `torchvision`,
+    it is the input size divided by the grid size, rounded down.
+
     Args:
         config: only its anchor convention (`torchvision`, `detectron2` or `legacy`) is read.
         strides: nominal stride of each map in input pixels.

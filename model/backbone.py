@@ -123,9 +123,10 @@ def build_resnet(config: BackboneConfig) -> resnet.ResNet:
 
 
 class Backbone(nn.Module):
-    """ResNet, with or without feature pyramid: computes feature maps of images [B, 3, H, W].
+    """ResNet with an optional feature pyramid. Computes feature maps of images [B, 3, H, W].
 
-    With a pyramid, there are five maps of strides 4 to 64, otherwise one map of stride 16.
+    With a pyramid, there are five maps of strides 4 to 64. Without it, there is one map of stride
+    16.
 
     Attributes:
         out_channels: number of channels of each map.
@@ -152,7 +153,10 @@ class Backbone(nn.Module):
         self.freeze(config.frozen_stages)
 
     def freeze(self, stages: int = len(_STAGES)) -> None:
-        """Freeze weights and batch-norm statistics of the first `stages` stages; 1 is the stem."""
+        """Freeze weights and batch-norm statistics of the first `stages` stages of the ResNet.
+
+        The stem is the first stage, `layer1` the second.
+        """
         names = [name for stage in _STAGES[:stages] for name in stage if name in self.body]
         self._frozen = [self.body[name].requires_grad_(False) for name in names]
         self.train(self.training)
@@ -169,7 +173,7 @@ class Backbone(nn.Module):
         return self.last_stage(self.first_stages(self.stem(images)))
 
     def stem(self, images: Tensor) -> Tensor:
-        """Return the first residual stage's input [B, C, H / 4, W / 4] for normalised images."""
+        """Return the output [B, C, H / 4, W / 4] of the ResNet's stem for normalised images."""
         body = self.body
         stem: Tensor = body.maxpool(body.relu(body.bn1(body.conv1(images))))
         return stem
@@ -186,7 +190,10 @@ class Backbone(nn.Module):
         return maps if self.fpn is not None else maps[-1:]
 
     def last_stage(self, maps: list[Tensor]) -> list[Tensor]:
-        """Return the backbone's feature maps, finest first. `maps` are those of `first_stages`."""
+        """Apply `layer4` and the pyramid, if present. Return the backbone's maps, finest first.
+
+        `maps` is the output of `first_stages`.
+        """
         if "layer4" not in self.body:
             return maps
         deepest = self.body["layer4"](maps[-1])

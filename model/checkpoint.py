@@ -76,7 +76,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def unreadable_file_message(path: Path, error: OSError) -> str:
-    """Return the message of a `CheckpointError` for a file that the system cannot read."""
+    """Return the message of a `CheckpointError`, given the error raised when reading a file."""
     return (
         f"cannot read {path}: {error.strerror or error}; make the file readable for this user, or "
         "give another file"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def module_command(module: str) -> list[str]:
-    """Return the start of a command line that runs a module as `python -m MODULE` does.
+    """Return the command line `python -m MODULE`. The caller appends the module's arguments.
 
     The child process imports from the current folder only if this process does.
     """

@@ -46,7 +46,7 @@ class MaskBatch(NamedTuple):
 
 
 def text_capacity(widths: Iterable[int], depth: int) -> int:
-    """Return the capacity of a batch's text for `encode_masks`, in RLE characters.
+    """Return the buffer size in RLE characters to pass to `encode_masks` for a batch.
 
     Args:
         widths: Width in pixels of each source image.
@@ -79,7 +79,8 @@ def encode_masks(masks: MaskBatch, run_capacity: int, capacity: int) -> EncodedM
         capacity: Buffer size in RLE characters of all masks together.
 
     Returns:
-        The encoded masks. Some masks can exceed a buffer; `selected_rles` encodes them again.
+        The encoded masks. A mask that exceeds a buffer is missing or truncated; `selected_rles`
+        encodes it again.
     """
     depth = masks.boxes.shape[1]
     sizes = masks.source_sizes.repeat_interleave(

@@ -12,8 +12,8 @@ from typing import Any
 def exit_on_signals() -> Iterator[Callable[[], None]]:
     """Context manager: make SIGTERM and SIGHUP raise SystemExit, so that `finally` blocks run.
 
-    The exit status is 128 + signal number. A signal that is ignored, as under `nohup`, or that has
-    a handler already, keeps its behaviour. After the first signal, further ones are ignored.
+    The exit status is 128 + signal number. If a signal is ignored, as under `nohup`, or already has
+    a handler, its behaviour is kept. After the first signal, further signals are ignored.
 
     Yields:
         Function that makes the process ignore both signals, for example during clean-up. A signal

@@ -111,8 +111,8 @@ class HardwareJpegDecoder:
     def __init__(self, library: _Library, handle: c_void_p, device: torch.device) -> None:
         """Take ownership of an nvJPEG handle that was created for the GPU `device`.
 
-        Do not call this constructor directly. The function `hardware_jpeg_decoder` creates the
-        handle, and returns the same decoder to all callers for a GPU.
+        Do not call this constructor directly. Call `hardware_jpeg_decoder`, which creates one
+        handle and one decoder per GPU.
         """
         self._library = library
         self._handle = handle

@@ -93,9 +93,9 @@ def decode_image(
     yields its first frame. Time and memory are bounded by the number of pixels and bytes, even for
     hostile data.
 
-    The pixels of a 16-bit grey image are reduced to 8 bits. Their actual depth is the smallest of
-    8, 10, 12, 14 and 16 bits in which the largest pixel value fits. The highest 8 bits of the
-    actual depth are kept.
+    Pixels of a 16-bit grey image are reduced to 8 bits: the highest 8 bits of the actual depth are
+    kept. The actual depth is the smallest of 8, 10, 12, 14 and 16 bits in which the largest pixel
+    value of the image fits.
 
     Args:
         data: the encoded image.

@@ -115,10 +115,10 @@ def png_from_other_formats(data: bytes) -> bytes:
     other pixels are converted without loss.
 
     Raises:
-        ImageError: the data are not in one of these formats, or the BMP or TIFF image is damaged,
-            is too small, has over `MAX_PIXELS` pixels, or has a pixel type that PNG lacks. Or the
-            image has 16 bits per colour channel, and its values are so low that it would turn dark
-            in 8 bits per channel.
+        ImageError: the data are not a BMP, TIFF, JPEG, PNG or WebP image. Or the BMP or TIFF image
+            is damaged, is too small, has over `MAX_PIXELS` pixels, or has a pixel type that PNG
+            lacks. Or it has 16 bits per colour channel, and its values are so low that it would
+            turn dark in 8 bits per channel.
     """
     plugin = _check_format(data)
     if plugin is None:

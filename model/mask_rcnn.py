@@ -124,9 +124,9 @@ class MaskRCNN(nn.Module):
         Args:
             maps: output of `first_stages`.
             input_size: height and width of the images in pixels, with padding.
-            image_sizes: see `forward`.
-            targets: see `forward`.
-            seeds: see `forward`.
+            image_sizes: [B, 2] int64, height and width in pixels before padding.
+            targets: ground truth of the batch.
+            seeds: [B] int64, seeds for the random sampling.
         """
         features = self.backbone.last_stage(maps)
         with torch.no_grad():
@@ -140,7 +140,7 @@ class MaskRCNN(nn.Module):
         return TrainingSamples(features, anchors, rois, counts.float())
 
     def loss_sums(self, samples: TrainingSamples, targets: Targets) -> Tensor:
-        """Return `LossTerms.sums` of a batch's samples and ground truth."""
+        """Return the sums [5] of a batch's losses over its samples, ordered as `LOSS_NAMES`."""
         features, anchors, rois, _ = samples
         rpn_losses = self.rpn.losses(features, anchors, targets)
         return torch.stack([*rpn_losses, *self.roi_heads.losses(features, rois, targets)])

@@ -85,10 +85,10 @@ def mask_columns(ends: NDArray[np.int64], height: int, start: int, stop: int) ->
 
 
 class _AxisSamples(NamedTuple):
-    """Indices and weights of the two mask samples to interpolate for each pixel along one axis.
+    """Interpolation along one axis: two mask samples and a weight for each pixel.
 
-    The pixels are those that a box covers. The indices refer to the mask with a border of one zero
-    sample on each side.
+    Only the pixels that a box covers are included. The indices of samples refer to the mask with a
+    border of one zero sample on each side.
     """
 
     # First covered pixel; the others follow it.
@@ -201,10 +201,11 @@ def _counts_from_probabilities(
 
 
 def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Concatenate the flat indices of value changes in consecutive chunks of a mask.
+    """Concatenate the flat indices at which a mask's value changes, from consecutive chunks.
 
-    The values before and after a chunk count as 0. Therefore, if a run of ones continues in the
-    next chunk, the start index of the next chunk occurs in both chunks. Drop both occurrences.
+    In each chunk, the values before the first and after the last pixel count as 0. If a run of ones
+    crosses the border between two chunks, both chunks contain the index of the border. Drop both
+    indices, because the value of the mask does not change at this border.
     """
     edges = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
     is_inner = np.zeros(len(edges) + 1, np.bool_)

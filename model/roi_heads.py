@@ -113,6 +113,8 @@ class RoiHeads(nn.Module):
     """Box and mask heads: classify and refine proposals, and predict masks of the detections.
 
     `shared_head` precedes both heads. With C4 features it is the ResNet's res5, else the identity.
+    In all methods, `features` are the backbone's maps, finest first, and boxes are xyxy in input
+    pixels.
     """
 
     def __init__(self, config: ModelConfig, channels: int) -> None:
@@ -166,7 +168,11 @@ class RoiHeads(nn.Module):
     def detect(
         self, features: Sequence[Tensor], proposals: Proposals, image_sizes: Tensor
     ) -> BoxDetections:
-        """Classify and refine proposals, apply class-wise NMS, keep the top-scoring detections."""
+        """Classify and refine proposals, apply class-wise NMS, keep the top-scoring detections.
+
+        `image_sizes` [B, 2] holds heights and widths in pixels before padding. Boxes are clipped to
+        these sizes.
+        """
         config = self.config
         logits, deltas = self._predict_boxes(features, proposals.boxes)
         scores = logits.softmax(dim=-1)[..., 1:]
@@ -204,7 +210,10 @@ class RoiHeads(nn.Module):
         return logits.float().view(*labels.shape, *logits.shape[1:])
 
     def sample(self, proposals: Proposals, targets: Targets, seeds: Tensor) -> TrainingRois:
-        """Sample RoIs for the losses, from proposals and ground-truth boxes together."""
+        """Sample RoIs for the losses, from proposals and ground-truth boxes together.
+
+        `seeds` [B] int64 holds one random seed per image.
+        """
         config = self.config.sampling
         boxes = torch.cat([proposals.boxes, targets.boxes], dim=1)
         valid = torch.cat([proposals.valid, targets.labels > 0], dim=1)
@@ -282,11 +291,12 @@ def _box_head(config: RoiConfig, channels: int) -> nn.Module:
 def boxes_within_crops(boxes: Tensor, owners: Tensor, side: int) -> Tensor:
     """Convert boxes from input pixels to pixels of their cropped ground-truth masks.
 
+    Each mask was cropped to its ground-truth box and resized to `side` x `side` pixels.
+
     Args:
         boxes: [..., 4], xyxy in input pixels.
-        owners: [..., 4], xyxy in input pixels: for each box, the ground-truth box to which the mask
-            was cropped.
-        side: height and width of a crop in pixels.
+        owners: [..., 4], xyxy in input pixels, the ground-truth box that matches each box.
+        side: height and width of the resized masks in pixels.
     """
     origins, sides = owners[..., :2], owners[..., 2:] - owners[..., :2]
     return (boxes - torch.cat([origins] * 2, dim=-1)) / torch.cat([sides] * 2, dim=-1) * side

@@ -105,7 +105,8 @@ class RegionProposalNetwork(nn.Module):
 
         In each level, the anchors of highest score are decoded to boxes, and NMS is applied to
         these boxes. The remaining boxes of all levels then compete by score. Settings of
-        `RpnConfig` limit the number of boxes before and after NMS.
+        `RpnConfig` limit the number of boxes before and after NMS. Boxes are clipped to
+        `image_sizes` [B, 2], height and width in pixels before padding.
         """
         c = self.config
         pre_nms, post_nms = (
@@ -179,8 +180,8 @@ class RegionProposalNetwork(nn.Module):
             indices: [B, S] int64, indices of anchors in `RpnOutputs.anchors`.
 
         Returns:
-            logits [B, S] and deltas [B, S, 4], as in `RpnOutputs`. The gradient of the feature maps
-                is computed for the surroundings of these anchors only.
+            logits [B, S] and deltas [B, S, 4], as in `RpnOutputs`. Outputs and gradients are
+                computed only from the cells around these anchors, not for the whole maps.
         """
         per_cell, batch = self.cell_anchors.shape[1], indices.shape
         cells, kinds = indices // per_cell, indices % per_cell

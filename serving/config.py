@@ -29,7 +29,7 @@ _HTTP = re.compile(r"https?://", re.IGNORECASE)
 
 
 class ServeFields(FrozenConfig):
-    """Settings of the server, each validated on its own. `ServeConfig` validates combinations."""
+    """Settings of the server, each validated separately. `ServeConfig` validates combinations."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -137,7 +137,7 @@ class ServeFields(FrozenConfig):
 
 
 class ServeConfig(ServeFields):
-    """Settings of the server. Combinations are validated too; a certificate requires a key."""
+    """Settings of the server, validated also in combination: a certificate requires a key."""
 
     @property
     def ports(self) -> dict[str, int]:

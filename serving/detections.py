@@ -187,7 +187,7 @@ class TimedResponse(NamedTuple, Generic[Value]):
 def out_of_band(value: Any, protocol: int) -> Any:
     """Wrap bytes so that pickle makes them an out-of-band buffer. Return other values unchanged.
 
-    If `protocol` is below 5, bytes are returned unchanged too: it has no out-of-band buffers.
+    Pickle protocols below 5 have no out-of-band buffers, so bytes are returned unchanged for them.
     """
     suits = protocol >= _PROTOCOL_OF_BUFFERS and isinstance(value, bytes)
     return PickleBuffer(value) if suits else value

@@ -141,7 +141,7 @@ async def abort_on_error(response: Awaitable[T], context: CallContext) -> T:
 
 
 def aborting(method: _Method) -> _Method:
-    """Decorate a method of a servicer with `abort_on_error`."""
+    """Decorate a servicer's method so that exceptions abort the call; see `abort_on_error`."""
 
     @functools.wraps(method)
     def call(self: Any, request: Any, context: CallContext) -> Awaitable[Any]:

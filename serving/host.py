@@ -108,7 +108,7 @@ def name_thread(name: str) -> None:
 
 
 async def in_daemon_thread(work: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Run a function in a daemon thread of its own and return its result.
+    """Run a function in a new daemon thread and return its result.
 
     Use it for work that may never end, such as reading from a hanging disk or calling a hanging
     driver. Unlike `asyncio.to_thread`, it occupies no thread of a shared pool, and the process can

@@ -286,7 +286,7 @@ class _BatchRow(NamedTuple):
 class _BatchQueue:
     """FIFO queue of images that groups them into batches by input size.
 
-    The steps of a batch run in one of `threads`.
+    One thread of the pool `threads` runs all steps of a batch.
     """
 
     def __init__(self, threads: ThreadPoolExecutor, steps: StepChain, max_batch: int) -> None:

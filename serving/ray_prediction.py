@@ -129,7 +129,7 @@ def stored_images(sources: Sequence[str]) -> StoredImages:
     Args:
         sources: Files and folders, as absolute paths or addresses such as `s3://bucket/folder`.
             A file in `sources` may have any name. In folders, only files with an image suffix are
-            used: also hidden ones, but not macOS's `._*` files.
+            used, including hidden files, but not macOS's `._*` files.
 
     Raises:
         ServingError: A source is missing, or there are no images.
@@ -253,7 +253,8 @@ def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RayS
 def _translated_storage_errors() -> Iterator[None]:
     """In the `with` block, convert errors of file systems to ServingErrors with a remedy.
 
-    An OSError whose `filename` is set is raised unchanged.
+    The error for a file name that is not UTF-8 is converted, too. An OSError whose `filename` is
+    set is raised unchanged.
     """
     try:
         yield

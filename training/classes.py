@@ -1,4 +1,4 @@
-"""Set the number of a model's classes from a COCO data set."""
+"""Set a model's number of classes to the number of categories of a COCO data set."""
 
 from .config import ConfigError, TrainConfig
 from .data.coco.dataset import CocoDataset

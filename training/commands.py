@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class _TrainCommand(ConfiguredCommand):
-    """Command `train`. If its first argument is `finetune`, it runs that subcommand instead.
+    """Command `train`. If the first argument is `finetune`, the subcommand `train finetune` runs.
 
-    Options of the subcommand may precede its name.
+    Options of the subcommand may precede this argument.
     """
 
     def make_context(
@@ -33,8 +33,8 @@ class _TrainCommand(ConfiguredCommand):
         The first of `args` that is not an option decides: `finetune` selects `train finetune`.
 
         Raises:
-            click.UsageError: This argument is a misspelling of `finetune`. It has no file name
-                suffix, and no file or folder has this name.
+            click.UsageError: The first argument that is not an option is a misspelling of
+                `finetune`, and is neither an existing path nor a name with a file suffix.
         """
         first = next((word for word in args if not word.startswith("-")), "")
         if first == "finetune":
@@ -85,9 +85,9 @@ def train(
     `solver.base_lr=0.01`, and `device=0,1` trains on two GPUs.
 
     With --resume, the training images and annotations, the sections model and data, and the keys
-    seed, solver.optimizer and solver.images_per_batch must be those of the interrupted run. All
-    other keys may change. In section data, the keys val, workers, on_broken, flip_probability and
-    transforms, and the paths in train, may change too.
+    seed, solver.optimizer and solver.images_per_batch must be those of the interrupted run.
+    Within section data, only the keys val, workers, on_broken, flip_probability and transforms, and
+    the paths in train, may change. All keys that are not named here may change.
     """
     from .config import load_config
 

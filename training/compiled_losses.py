@@ -29,7 +29,7 @@ _OBJECTS = 16
 
 
 class CompiledLosses:
-    """Replacement of `MaskRCNN.losses` that `torch.compile` compiles in three parts.
+    """Compiled replacement for `MaskRCNN.losses`. `torch.compile` compiles it in three parts.
 
     Each part is compiled once for each shape of the image batch.
     """
@@ -53,12 +53,12 @@ class CompiledLosses:
                 only until the next call of this object.
             required: True: raise `ConfigError` if torch cannot compile on this machine. False: log
                 a warning, and compute without compilation.
-            on_counts: Function to call in each forward pass with `LossTerms.counts`, before the
-                losses are computed. None: call nothing.
-            on_gradients: Function to call in each backward pass, when the gradients of the box and
-                mask heads are computed, and again when all others are computed except those of the
-                backbone's first stages. There is no second call if these stages are frozen. None:
-                call nothing.
+            on_counts: Function to call with `LossTerms.counts` in each forward pass that computes
+                gradients, before the losses are computed. None: call nothing.
+            on_gradients: Function to call twice in each backward pass: when the gradients of the
+                box and mask heads are computed, and when only those of the backbone's first stages
+                are missing. If these stages are frozen, the second call does not happen. None: call
+                nothing.
         """
         # On import, torch sets this variable to a folder in /tmp, unless the user has set it.
         # Replace only torch's value.
@@ -82,7 +82,10 @@ class CompiledLosses:
     def __call__(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return the `LossTerms` of a batch. The arguments are those of `MaskRCNN.forward`.
+        """Return the sums of the five losses of an image batch, and the counts that divide them.
+
+        `targets` is the ground truth. `seeds` has one seed per image, for the random sampling of
+        anchors and RoIs. The shapes are as in `MaskRCNN.forward`.
 
         Raises:
             ConfigError: torch cannot compile on this machine, and the argument `required` of the
@@ -121,7 +124,10 @@ class CompiledLosses:
         return LossTerms(self._loss_sums(samples, targets), samples.counts)
 
     def _report_gradients_of(self, output: Tensor) -> None:
-        """Call `on_gradients` when the gradient of a part's output is computed."""
+        """Let the backward pass call `on_gradients` when it has computed the gradient of `output`.
+
+        If `on_gradients` is None or `output` needs no gradient, nothing is called.
+        """
         on_gradients = self._on_gradients
         if on_gradients is not None and output.requires_grad:
             output.register_hook(lambda _: on_gradients())  # type: ignore[no-untyped-call]

@@ -243,8 +243,8 @@ def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
     """Load a training configuration from a preset or a YAML file, with `key.path=value` overrides.
 
     Raises:
-        ConfigError: As in `validated_config`, or `weights` is not set although parts of the
-            backbone are frozen.
+        ConfigError: A file is missing, or a key or value is invalid (see `validated_config`). Or
+            the key `weights` is not set, although parts of the backbone are frozen.
     """
     config = validated_config(source, overrides)
     backbone = config.model.backbone

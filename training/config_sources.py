@@ -1,4 +1,4 @@
-"""Read configuration values from presets and YAML files, and merge bases and overrides."""
+"""Read configuration values from presets and YAML files. Apply their key `base` and overrides."""
 
 import difflib
 import os

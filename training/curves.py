@@ -18,7 +18,10 @@ _PLOTS: Mapping[str, Sequence[str]] = {
 
 
 def draw_curves(folder: Path) -> Path:
-    """Plot the values in `folder/metrics.jsonl` over the iterations. Return the PNG file's path."""
+    """Plot losses, learning rate and AP from `folder/metrics.jsonl` over the iterations.
+
+    Return the path of the PNG file, `folder/curves.png`.
+    """
     metrics = folder / METRICS_FILE
     # The file is missing if only the final checkpoint of a run was copied.
     lines = metrics.read_text().splitlines() if metrics.exists() else []

@@ -143,7 +143,7 @@ def local_device(device: Device) -> torch.device:
 
 @contextmanager
 def worker(device: Device) -> Iterator[Worker]:
-    """Join the process group of `torchrun` for a `with` block.
+    """Join the process group of `torchrun` for a `with` block, and yield this process's `Worker`.
 
     Without `torchrun`, this process is the only rank.
 

@@ -31,9 +31,9 @@ def fuse_layers(model: MaskRCNN) -> None:
     """Fuse layers of a model in place.
 
     Frozen batch norms, shortcuts and ReLUs are computed together with the convolution before them.
-    One convolution computes the RPN's logits and deltas. The mask predictor has kernels of its own.
-    Fusion saves memory traffic on a GPU. Parameters and their names stay the same. Results differ
-    by rounding only.
+    One convolution computes the RPN's logits and deltas. In the mask predictor, one operation
+    computes the ReLU and the mask logits. Fusion saves memory traffic on a GPU. Parameters and
+    their names stay the same. Results differ by rounding only.
     """
     for module in model.modules():
         if isinstance(module, Bottleneck) and isinstance(module.bn1, FrozenBatchNorm2d):

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Suspend garbage collection for a block that creates millions of objects and keeps them.
-
-    The collector would traverse all these objects repeatedly, and free none.
-    """
+    """Suspend garbage collection for a block that creates millions of objects and keeps them."""
+    # The collector would traverse all these objects repeatedly, and free none.
     enabled = gc.isenabled()
     gc.disable()
     try:

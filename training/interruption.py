@@ -37,7 +37,7 @@ class Interruption:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        """In a `with` block that need not be completed, raise an error at the first signal.
+        """Let the first signal end a `with` block immediately, by raising an error.
 
         Raises:
             TrainingInterrupted: The first signal arrived in the block, or before it.

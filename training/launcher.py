@@ -20,8 +20,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def launch_processes(device: Device, processes: int | None) -> None:
     """Run the current command in the configured number of training processes, and then exit.
 
-    If this number is 1, or if this process is already one of the training processes, return
-    without starting any. Otherwise, the exit code is 0, or that of the process that failed first.
+    The exit code is 0, or that of the process that failed first. If the configured number is 1, or
+    if this process is already a training process, return without starting processes.
 
     Args:
         device: Key `device` of the configuration.

@@ -49,8 +49,9 @@ class TrainingLoop:
             last: Checkpoint that the run resumes from. None: the run is new.
 
         Raises:
-            ConfigError: The model lacks a category of the validation set, or `evaluation.expected`
-                or an early-stopping key is set but the run computes no metrics.
+            ConfigError: The model lacks a category of the validation set. Or the run computes no
+                metrics, although `evaluation.expected` or an early-stopping key is set. With
+                `evaluation.skip_test`, early-stopping keys are ignored.
             DataError: The validation set is unreadable, there is no image to train on, or
                 `solver.images_per_batch` is not divisible by ranks times `solver.accumulate`.
         """
@@ -101,7 +102,7 @@ class TrainingLoop:
 
         Raises:
             DataError: An image is unreadable and `data.on_broken` is "refuse", or all images of a
-                shape bucket (input size) are unreadable. If a training batch causes the error after
+                shape bucket (input size) are unreadable. If a training batch cannot be loaded after
                 the first step, a run with one rank writes a checkpoint before it raises the error.
             ConfigError: A tracker cannot start.
             DivergenceError: A loss or a weight is not finite.
@@ -206,9 +207,9 @@ class TrainingLoop:
         raise TrainingInterrupted
 
     def _saved_before(self, error: DataError) -> DataError:
-        """Write a checkpoint, because `error` ends the run. Return the error with advice to resume.
+        """Write a checkpoint before `error` ends the run. Return the error with advice to resume.
 
-        With several ranks, or before the first step, return `error` without a checkpoint.
+        With several ranks, or before the first step, write nothing, and return `error` unchanged.
         """
         trainer = self._trainer
         # All ranks must take part in a checkpoint, but the others do not know of the error.
@@ -249,7 +250,7 @@ class TrainingLoop:
     def _save(self, *, final: bool, best: bool = False) -> None:
         """Write a checkpoint on rank 0. Every rank must call this method.
 
-        `final` and `best` are passed to `RunFolder.save`.
+        `final`: name the file `model_final.pth`. `best`: write `model_best.pth` too.
 
         Raises:
             DivergenceError: A weight is not finite.

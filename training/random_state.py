@@ -1,8 +1,9 @@
 """Seed, save and restore the global random generators of Python, numpy and torch.
 
-After the initialisation of the model, only layers that users add, such as dropout, use these
-generators. Batches, flips and sampling are functions of seed and iteration instead. The states are
-saved so that a resumed run with such layers equals an uninterrupted one.
+The package's code changes their states only when it initialises the model. Its batches, flips and
+sampling depend only on seed and iteration. Layers that users add, such as dropout, may use the
+generators. The states are saved so that a resumed run with these layers equals an uninterrupted
+one.
 """
 
 import random

@@ -77,9 +77,10 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
     """Check that a run can be resumed from a checkpoint with the current configuration and data.
 
     The sections `model` and `data`, the training images and annotations, the seed, the optimiser
-    type and the batch size must be those of the checkpoint. All other keys may change. In `data`,
-    the keys `val`, `workers`, `on_broken`, `flip_probability` and `transforms`, and the paths in
-    `train`, may change too. Changes are logged, except those of `output_dir`.
+    type and the batch size must be those of the checkpoint. Within `data`, only the keys `val`,
+    `workers`, `on_broken`, `flip_probability` and `transforms`, and the paths in `train`, may
+    change. All keys that are not named here may change. Changes are logged, except those of
+    `output_dir`.
 
     Args:
         checkpoint: Checkpoint to resume from.

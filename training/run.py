@@ -126,9 +126,9 @@ def evaluate_loaded(
 def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:
     """Train a model on this rank, or resume the run in `config.output_dir`. Call it on every rank.
 
-    Raises the errors of `run_training`, except for two. `evaluation.expected` is not checked, so
-    `ExpectationError` is not raised. If another rank is lost, torch's error is raised instead of
-    `RankLostError`. The context manager `worker` converts it.
+    Raises the errors of `run_training`, except for `ExpectationError` and `RankLostError`. The key
+    `evaluation.expected` is not checked. If another rank is lost, torch's `RuntimeError` is raised;
+    the context manager `distributed.worker` converts it to `RankLostError`.
 
     Returns:
         Path of the final checkpoint, and its metrics by name. The metrics are empty if the

@@ -121,9 +121,9 @@ class RunFolder:
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
         """Write a checkpoint atomically, and its name to `last_checkpoint`.
 
-        Then delete old checkpoints `model_<iteration>.pth`, except for the latest ones, whose
-        number is the constructor's argument `keep`. If that is None, nothing is deleted.
-        Checkpoints of later iterations than `checkpoint` are neither counted nor deleted.
+        Then delete all checkpoints `model_<iteration>.pth` except for the latest `keep` of them.
+        `keep` is the constructor's argument. If it is None, delete nothing. Checkpoints of later
+        iterations than `checkpoint` are neither counted nor deleted.
 
         Args:
             checkpoint: Checkpoint to write.

@@ -99,8 +99,8 @@ class SolverConfig(FrozenConfig):
     def with_epoch_length(self, iterations_per_epoch: int) -> "SolverConfig":
         """Return the configuration with `epochs` converted to `max_iterations`.
 
-        The schedule changes as in `with_length`. If `epochs` is None, the configuration is returned
-        unchanged.
+        `with_length` fits the steps and the warm-up to the new length. If `epochs` is None, the
+        configuration is returned unchanged.
 
         Args:
             iterations_per_epoch: Number of iterations in one epoch.

@@ -51,7 +51,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _FileHandler(logging.FileHandler):
-    """Log file handler. On a write error, such as a full disk, it logs a warning and stops."""
+    """Log file handler. After a write error, such as a full disk, it warns and writes no more."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """If `emit` failed with an `OSError`, remove this handler and log a warning."""

@@ -31,7 +31,7 @@ class Tracker(Protocol):
         """Record values by name. `iteration` is the number of completed iterations."""
 
     def log_drawing(self, path: Path, iteration: int) -> None:
-        """Record a PNG file of validation images. `iteration` is as in `log`."""
+        """Record a PNG file of validation images, drawn after `iteration` completed iterations."""
 
     def close(self, *, failed: bool) -> None:
         """Send pending values and close the tracker. `failed`: training ended with an error."""
@@ -54,7 +54,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(config: TrainConfig, first_iteration: int) -> list[Tracker]:
-    """Open the trackers of a run in `output_dir`, or continue those of a resumed run.
+    """Open the trackers that the configuration names. A resumed run continues its records.
 
     Args:
         config: Configuration of the run.

@@ -125,7 +125,7 @@ class Trainer:
         return self.worker.world_size > 1 and self._compiles() and not self._has_changing_buffers()
 
     def _over_ranks(self) -> nn.Module:
-        """Return the model, wrapped in DistributedDataParallel if several ranks need it."""
+        """Return the model, wrapped in DistributedDataParallel if this sums the gradients."""
         if self.worker.world_size == 1 or self._gradient_sum is not None:
             return self.model
         return DistributedDataParallel(self.model, broadcast_buffers=self._has_changing_buffers())
@@ -171,11 +171,11 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Return the states of optimiser, loss scaler and random generators, for a checkpoint.
 
-        With a moving average, the result includes the weights of the trained model, because the
-        checkpoint's `weights` are the average.
+        With a moving average, the result includes the weights of the trained model. The
+        checkpoint's `weights` are then the average.
 
-        Every rank must call this method, because the generators' states of all ranks are gathered
-        on rank 0. The result is complete only on rank 0.
+        Every rank must call this method. On rank 0, the result has the generators' states of all
+        ranks. On the other ranks, it has none.
         """
         trained = {} if self.average is None else {"model": self.model.state_dict()}
         return {

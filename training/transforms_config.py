@@ -10,7 +10,7 @@ from ..model.config.schema import FrozenConfig
 
 
 class TransformConfig(FrozenConfig):
-    """Transform of training images. Names and parameters are torchvision's."""
+    """Base class of transforms of training images, with torchvision's names and parameters."""
 
     name: str
     """Name of the torchvision class."""

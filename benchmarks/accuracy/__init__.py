@@ -68,10 +68,11 @@ def evaluate(
 ) -> None:
     """Measure the average precision of a checkpoint or a bundle.
 
-    `maskrcnn eval CHECKPOINT CONFIG [KEY=VALUE]...` evaluates on data.val of CONFIG. CONFIG and
-    KEY=VALUE are as for `maskrcnn train`. `torchrun` can start this command too. The checkpoint
-    defines the model, and the section `model` of CONFIG is ignored. KEY=VALUE can change keys of
-    the checkpoint's model that affect only inference, such as model.roi.score_threshold. The result
+    `maskrcnn eval CHECKPOINT CONFIG [KEY=VALUE]...` evaluates a checkpoint on data.val of CONFIG.
+    CONFIG is a configuration file or the name of a preset, and KEY=VALUE changes one of its keys,
+    as for `maskrcnn train`. `torchrun` can start this command too. The checkpoint defines the
+    model, and the section `model` of CONFIG is ignored. KEY=VALUE can change keys of the
+    checkpoint's model that affect only inference, such as model.roi.score_threshold. The result
     files are written to the folder `inference` in output_dir.
 
     CHECKPOINT can also be weights of another implementation, or a name that `maskrcnn weights list`

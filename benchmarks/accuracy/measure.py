@@ -84,7 +84,7 @@ def evaluate_bundle(
         bundle: Folder of the bundle.
         data: Validation set.
         backend: Inference backend.
-        precision: Precision to evaluate. None: the precision that `served_precision` selects.
+        precision: Precision to evaluate. None: the server's default precision.
         output: Folder for the result files. None: write no result files.
         report: HTML file for a report. None: write no report.
 

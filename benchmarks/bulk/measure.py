@@ -148,8 +148,8 @@ def _measure_steps(
 ) -> tuple[float, dict[str, float]]:
     """Measure each processing step of one batch while no other step runs.
 
-    The steps share `seconds` equally. The throughput of the model step is then measured for
-    another `seconds`.
+    Each step is measured for an equal share of `seconds`. The throughput of the model step is also
+    measured, for another `seconds`, with batches queued back to back.
 
     Returns:
         Images per second of the model step, and a mapping from the name of each step to its median

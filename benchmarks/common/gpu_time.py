@@ -132,7 +132,7 @@ def busy_microseconds(activities: Sequence[GpuActivity]) -> float:
 
 
 def _timeline(activities: Sequence[GpuActivity]) -> Iterator[tuple[GpuActivity, float, float]]:
-    """Yield each activity with the idle microseconds before it, and its own busy microseconds.
+    """Yield each activity with the idle microseconds before it and the busy microseconds in it.
 
     If two activities overlap, the time of the overlap counts for the one that started first.
     """

@@ -35,7 +35,7 @@ def images_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
     """Return a decorator that adds the option `--images` to a command.
 
     Args:
-        default: description, for the help text, of the images to use if the option is not given.
+        default: words of the help text for the images that are used without the option.
     """
     return click.option(
         "--images",

@@ -37,7 +37,7 @@ def output_option(contents: str) -> Callable[[Callable[..., Any]], Callable[...,
     """Return a decorator that adds the option `--output` to a command.
 
     Args:
-        contents: description of the written files, except the JSON file, for the help text.
+        contents: words of the help text for the files in the folder, without the JSON file.
     """
     return click.option(
         "--output",
@@ -80,7 +80,7 @@ class PlotGrid:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Results of one benchmark run with tables, plots, notes, command line and machine."""
+    """Record of one benchmark run: results, tables, plots, notes, command line and machine."""
 
     # First part of the file names, such as `infer`.
     subject: str

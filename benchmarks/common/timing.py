@@ -185,7 +185,7 @@ class StepTimer:
             self._times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Return the seconds from each time that `mark` recorded to the next one."""
+        """Return the seconds between consecutive times that `mark` recorded."""
         if self._on_gpu:
             import torch
 

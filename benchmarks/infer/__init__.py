@@ -59,7 +59,7 @@ def infer(
     output: Path | None,
     **values: Any,
 ) -> None:
-    """Measure models in every precision at every batch size.
+    """Measure throughput, latency and memory of models in each --precision at each --batch.
 
     A model is a bundle, a checkpoint or weights of another implementation. --backend selects the
     backend of bundles. Checkpoints and weights run as eager PyTorch models. A model can also be a

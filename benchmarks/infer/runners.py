@@ -36,7 +36,7 @@ InferBaseline = Literal["torchvision", "onnxruntime"]
 
 @dataclass(frozen=True)
 class BatchRun:
-    """Functions that run one batch on an engine, and the memory that holds input and output."""
+    """Batch on an engine: functions that run it, and where its input and output are stored."""
 
     # Name of the engine, such as `onnxruntime`.
     engine: str

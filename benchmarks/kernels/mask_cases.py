@@ -147,7 +147,7 @@ def _instances_and_rois(workload: Workload) -> tuple[int, Tensor, Tensor]:
 def _rasterise(rings: NDArray[np.float64], rois: NDArray[np.float64]) -> list[NDArray[np.uint8]]:
     """Rasterise one polygon per RoI with pycocotools, and return one mask [SIDE, SIDE] per RoI.
 
-    Polygons are [K, corners, 2], x and y in pixels. RoIs are [K, 4], xyxy in pixels.
+    `rings` are the polygons [K, corners, 2], x and y in pixels. `rois` are [K, 4], xyxy in pixels.
     """
     scales = SIDE / np.maximum(rois[:, 2:] - rois[:, :2], 1)
     scaled = ((rings - rois[:, None, :2]) * scales[:, None]).reshape(len(rings), -1).tolist()

@@ -95,7 +95,7 @@ class KernelResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes of an R-50-FPN training batch, and factory of random tensors of these sizes."""
+    """Sizes of an R-50-FPN training batch, and generator of random tensors for it."""
 
     device: str = "cuda"
     batch: int = 8

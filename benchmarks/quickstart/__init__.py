@@ -147,7 +147,14 @@ def _prepare_folder(output: Path) -> None:
 def _configure(
     output: Path, seed: int, images: int, iterations: int | None
 ) -> "tuple[SyntheticConfig, TrainConfig]":
-    """Return the configurations of a quickstart's data set and training."""
+    """Return the configurations of a quickstart's data set and training.
+
+    Args:
+        output: output folder of the quickstart.
+        seed: random seed of the data set and of the training.
+        images: number of training images.
+        iterations: number of training iterations. None: use the preset's number.
+    """
     from ...training.config import load_config
     from ...training.data.synthetic.dataset import SyntheticConfig
 
@@ -191,8 +198,8 @@ def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> N
 def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", image: Path) -> None:
     """Check that a server's detections equal those of offline prediction.
 
-    Send the first validation images to a server of the bundle. Of these images, draw the ones with
-    the most annotated objects, with ground truth and detections, to the PNG file `image`.
+    The first validation images are sent to a server of the bundle. Those with the most annotated
+    objects are then drawn into the PNG file `image`, with ground truth beside detections.
 
     Raises:
         QuickstartError: a request failed, or the detections differ.

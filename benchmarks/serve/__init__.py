@@ -31,7 +31,7 @@ _CONCURRENCIES = (1, 4, 16)
 
 
 class _ServeBenchmark(click.Command):
-    """Command whose error for a server option before `--` says to write it after `--`."""
+    """Command that rejects a server option before `--`, and says to write it after `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:

@@ -174,7 +174,8 @@ def _latency_of(requests: Sequence[RequestLog]) -> Latency:
 def own_results(results: Sequence[ServeResult]) -> list[ServeResult]:
     """Return the results of the server under test, without those of a baseline server.
 
-    The first result is of the server under test. A baseline server has another `max_batch`.
+    The first of `results` is of the server under test. Results of a baseline server have another
+    `max_batch`.
     """
     return [r for r in results if r.max_batch == results[0].max_batch]
 

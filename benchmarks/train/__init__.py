@@ -60,8 +60,9 @@ def train(
 ) -> None:
     """Train a configuration in several precisions, and compare speed and losses.
 
-    CONFIG and KEY=VALUE are those of `maskrcnn train`. Runs of one seed start from the same weights
-    and use the same batches. No run writes a checkpoint.
+    CONFIG is a configuration file or the name of a preset, and KEY=VALUE changes one of its keys,
+    as for `maskrcnn train`. Runs with the same seed start from the same weights and use the same
+    batches. No run writes a checkpoint.
     """
     from ...training.config import load_config
     from ...training.data.synthetic.dataset import with_synthetic_data

@@ -43,7 +43,7 @@ def profiles_from_batches(
 ) -> tuple[BatchProfile, ...]:
     """Return one TensorRT optimization profile per batch size, optimized for that size.
 
-    The range of a profile ends at that size, and starts above the next smaller size in `batches`.
+    A profile's range ends at its batch size, and starts above the next smaller size in `batches`.
     If `one_per_size` is set, return a profile for each size from 1 to the largest of `batches`.
 
     >>> [(p.min, p.opt, p.max) for p in profiles_from_batches((8, 1))]
@@ -137,7 +137,7 @@ class EngineBuilder(ABC):
 
     @abstractmethod
     def _target(self) -> tuple[str, ...]:
-        """Return the compute capabilities that the engines will support."""
+        """Return the compute capabilities that the engines will support, such as `9.0`."""
 
     @abstractmethod
     def _network_flags(self) -> int:

@@ -167,8 +167,8 @@ def check_engine_choices(
         kinds: kinds of engine that will be built.
 
     Raises:
-        click.UsageError: an option applies to none of `kinds`, or names a file in the bundle
-            folder or a timing cache that cannot be written.
+        click.UsageError: an option applies to none of `kinds`, a path is inside the bundle folder,
+            or the timing cache's folder is not writable.
     """
     for name, value in choices.items():
         option, kinds_with_option = _APPLIES_TO[name]

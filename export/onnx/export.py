@@ -90,7 +90,7 @@ def _name_batch_axis(graph: onnx.GraphProto) -> None:
 def _remove_reshapes_to_own_shape(graph: onnx.GraphProto) -> None:
     """Remove Reshape nodes that do not change the shape, and constants that no node reads.
 
-    The exporter leaves one such node after each RoIAlign. TensorRT cannot keep feature maps
+    The exporter adds a useless Reshape after each RoIAlign. TensorRT cannot keep feature maps
     channels-last across a Reshape.
     """
     shapes = {
@@ -230,7 +230,7 @@ def _custom_operations_replaced() -> Iterator[None]:
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Within the block, silence all Python warnings, and `torch.onnx` log messages below ERROR."""
+    """Context manager: silence all Python warnings, and `torch.onnx` logs below level ERROR."""
     logger: Any = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -76,8 +76,8 @@ def float8_model(
     """Quantize convolutions and linear layers to fp8 (E4M3), for TensorRT.
 
     Inputs, outputs and weights of the layers become fp8. The value ranges are measured as in
-    `quantized_model`, then made symmetric. Arguments, result and errors are those of
-    `quantized_model`.
+    `quantized_model`, then made symmetric. The arguments (fp32 model, calibration images, resizing
+    settings and input size), the result and the errors are those of `quantized_model`.
     """
     weights = {w.name: numpy_helper.to_array(w) for w in model.graph.initializer}
     quantized = quantized_model(model, paths, preprocessing, bucket)

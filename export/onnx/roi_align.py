@@ -61,8 +61,8 @@ def PyramidRoIAlign(  # noqa: N802
 
     Inputs are feature_0 to feature_3, one [B, C, H_l, W_l] per level, finest first, and rois
     [B, R, 4] (xyxy in input pixels). The output is [B * R, C, P, P] in the type of the features,
-    where P is `output_size`. The attributes are those of the torch operation
-    `maskrcnn::pyramid_roi_align`.
+    where P is `output_size`. The other attributes (samples per cell, choice of the level, and
+    coordinate convention) are those of the torch operation `maskrcnn::pyramid_roi_align`.
     """
     zero, one = op.Constant(value_float=0.0), op.Constant(value_float=1.0)
     scales = op.Constant(value_floats=spatial_scales)
@@ -173,8 +173,9 @@ def RoIAlignOnMap(  # noqa: N802
 
     Inputs are feature [B, C, H, W], rois [B, R, 4] (xyxy in input pixels), chosen [B, R] (true for
     RoIs to pool) and scale [1] (feature cells per input pixel). The output is [B * R, C, P, P]
-    float32, where P is `output_size`. It is zero for RoIs that are not chosen. The attributes are
-    those of the torch operation `maskrcnn::pyramid_roi_align`.
+    float32, where P is `output_size`. It is zero for RoIs that are not chosen. The other attributes
+    (samples per cell and coordinate convention) are those of the torch operation
+    `maskrcnn::pyramid_roi_align`.
     """
     half = op.Constant(value_float=0.5)
     shift = op.Cast(op.Constant(value_int=aligned), to=1)
@@ -228,8 +229,9 @@ def PyramidRoIAlignAdaptive(  # noqa: N802
     Inputs are feature_0 to feature_3, one [B, C, H_l, W_l] per level, finest first, and rois
     [B, R, 4] (xyxy in input pixels). The output is [B * R, C, P, P] in the type of the features,
     where P is `output_size`. If `sampling_ratio` is 0, the number of samples per axis of a pooled
-    cell is the number of feature cells that the pooled cell spans, rounded up. The attributes are
-    those of the torch operation `maskrcnn::pyramid_roi_align`.
+    cell is the number of feature cells that the pooled cell spans, rounded up. The other attributes
+    (choice of the level, and coordinate convention) are those of the torch operation
+    `maskrcnn::pyramid_roi_align`.
     """
     scale_0, scale_1, scale_2, scale_3 = op.Split(
         op.Constant(value_floats=spatial_scales), num_outputs=4, axis=0
@@ -263,9 +265,9 @@ def SingleMapRoIAlign(  # noqa: N802
     """RoIAlign on a single feature map.
 
     Inputs are feature [B, C, H, W] and rois [B, R, 4] (xyxy in input pixels). The output is
-    [B * R, C, P, P] in the type of the feature map, where P is `output_size`. The attributes are
-    those of the torch operation `maskrcnn::pyramid_roi_align`; `canonical_level` and
-    `canonical_size` are not used.
+    [B * R, C, P, P] in the type of the feature map, where P is `output_size`. `canonical_level` and
+    `canonical_size` are not used. The other attributes (samples per cell, scale of the map, and
+    coordinate convention) are those of the torch operation `maskrcnn::pyramid_roi_align`.
     """
     scale = op.Constant(value_floats=spatial_scales)
     chosen = op.ReduceMax(op.Abs(rois), op.Constant(value_ints=[2]), keepdims=0) >= 0.0

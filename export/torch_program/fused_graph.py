@@ -34,10 +34,11 @@ class _Fusion(NamedTuple):
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    The fused operation includes the addition of a tensor of the same size and the ReLU that follow
-    the convolution, if there are any. In fp32, only convolutions with a ReLU are replaced. In fp16
-    and bf16, all are replaced except convolutions larger than 1x1 with an addition but no ReLU.
-    Convolutions without bias, or with groups, are never replaced.
+    If an addition, a ReLU or both follow the convolution, the fused operation includes them. In
+    fp32, only convolutions with a ReLU are replaced. In fp16 and bf16, all are replaced except
+    convolutions larger than 1x1 with an addition but no ReLU. If the added tensor is upsampled
+    twofold, only 1x1 convolutions in fp16 and bf16 are replaced. Convolutions without bias, or with
+    groups, are never replaced.
 
     Args:
         program: exported torch program. `run_decompositions` has replaced its in-place operations.

@@ -1,1 +1,1 @@
-"""Bundles (folders with exported models): manifest, inputs and outputs, torch programs."""
+"""Format of bundles (folders with exported models), and execution of their torch programs."""

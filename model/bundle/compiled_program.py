@@ -79,7 +79,7 @@ def write_compiled_program(
     dtype: torch.dtype,
     compiled: Path,
 ) -> None:
-    """Compile an exported program for batch size 1 and for any batch size. Write both to one file.
+    """Compile an exported program for batch size 1 and for larger batches. Write both to one file.
 
     Args:
         path: file of the exported program.
@@ -135,10 +135,13 @@ def _weights(program: ExportedProgram) -> list[Tensor]:
 def _compiled(
     program: ExportedProgram, weights: Sequence[Tensor], images: Tensor, *, any_batch: bool
 ) -> bytes:
-    """Compile an exported program, and return the compiled program serialised.
+    """Compile an exported program, and return the compiled program as bytes.
 
-    If `any_batch` is set, the compiled program accepts any batch size, otherwise only that of
-    `images`.
+    Args:
+        program: exported program on the device to compile for.
+        weights: output of `_weights` for the program.
+        images: example batch [B, 3, H, W] on this device.
+        any_batch: True: compile for all batch sizes above 1. False: only for that of `images`.
     """
     # Use a new shape environment (torch's record of symbolic sizes). With the environment of the
     # loaded program, torch confuses expressions of sizes with symbols.

@@ -79,7 +79,7 @@ class Preprocessing(_Record):
     channel_order: Literal["RGB"] = "RGB"
 
     def fits(self, bucket: ShapeBucket) -> bool:
-        """Whether resized images of at least one aspect ratio fit into a bucket (input size)."""
+        """Whether a bucket (input size) can hold a resized image, for at least one aspect ratio."""
         return min(bucket) >= self.min_size or max(bucket) >= self.max_size
 
 
@@ -183,7 +183,7 @@ class Artifact(_Record):
 
 
 class Provenance(_Record):
-    """Origin of a bundle: checkpoint, its training metrics, exporting program, time of export."""
+    """Origin of a bundle: checkpoint, its metrics, version of the exporter, time of export."""
 
     checkpoint: str
     checkpoint_sha256: str

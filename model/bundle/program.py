@@ -49,10 +49,11 @@ class Program:
             return self._run(images, image_sizes)
 
     def prepare(self, images: Tensor, image_sizes: Tensor) -> None:
-        """Warm up on a GPU for batches of this shape: compile, load kernels, select algorithms.
+        """Warm up for batches of the shape of `images`. The program's device must be a GPU.
 
-        The outputs are discarded. The GPU memory limit is reduced during the run. If the run
-        exceeds the reduced limit, it is repeated with the previous limit.
+        The program runs once, which compiles it, loads kernels and selects algorithms. The outputs
+        are discarded. During this run, the process has a lower limit of GPU memory. If the program
+        exceeds this limit, it runs again with the previous limit.
         """
         # In fp32, some algorithms that cuDNN tries would take all GPU memory, including memory that
         # other processes need. Therefore the first run has a lower memory limit. If the model
@@ -156,7 +157,7 @@ def torch_math_mode(precision: Precision) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignore_torch_warnings() -> Iterator[None]:
-    """Context manager: suppress all Python warnings, because torch warns about its internals."""
+    """Context manager: suppress all Python warnings, such as torch's about its internals."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -139,7 +139,7 @@ class _Download:
         """Download the missing bytes, with retries, until the file is complete.
 
         Raises:
-            DownloadError: no retries are left, or a retry cannot help, such as on a full disk.
+            DownloadError: no retries are left, or the error is permanent, such as a full disk.
         """
         retrying = Retrying(
             retry=retry_if_exception_type(_TRANSIENT),
@@ -192,8 +192,8 @@ class _Download:
     def _advance(self, client: httpx.Client) -> bool:
         """Make one download attempt. Return whether the file is complete.
 
-        If the attempt fails after it has received `_MIN_ATTEMPT_BYTES` or more, return False. The
-        caller then resets the number of retries. If the attempt fails earlier, raise its error.
+        If the attempt fails after it has received `_MIN_ATTEMPT_BYTES` or more, return False, so
+        that the caller counts retries from 0 again. If it fails earlier, raise its error.
         """
         before, version = self.partial.size, self.partial.version
         if before and before == version.total:
@@ -248,11 +248,13 @@ class _Download:
             )
 
     def _restart(self, start: int, version: RemoteVersion, sent: RemoteVersion) -> None:
-        """Empty the partial file. Call this if the server sends the file from its first byte.
+        """Empty the partial file, to receive the remote file from its first byte.
+
+        Record the version `sent`. If downloaded bytes are discarded, log a warning with the reason.
 
         Args:
             start: Number of bytes in the partial file so far.
-            version: Version of the remote file that the partial file was downloaded from.
+            version: Recorded version of the remote file, from which these bytes were downloaded.
             sent: Version of the remote file in the server's latest response.
 
         Raises:

@@ -8,4 +8,4 @@ ByteProgress = Callable[[str, int, int | None], object]
 
 
 def no_progress(step: str, done: int, total: int | None) -> None:
-    """Do nothing: progress callback of downloads that show no progress."""
+    """Do nothing. Progress callback for downloads without progress bars."""

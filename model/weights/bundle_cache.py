@@ -81,7 +81,7 @@ def bundle_from_reference(
 
 
 def _config_files(path: Path) -> list[Path]:
-    """Return a configuration file of detectron2 and its base files, as far as they exist."""
+    """Return the detectron2 configuration `path` and the files it inherits from, if they exist."""
     files: list[Path] = []
     next_file: Path | None = path
     while next_file and next_file.is_file() and next_file.resolve() not in files:

@@ -99,7 +99,7 @@ def checkpoint_from_weights(
     Args:
         weights: weights of a whole Mask R-CNN.
         overrides: settings of `ConversionConfig` in the form `key.path=value`. They take precedence
-            over settings in `weights`, some of which are assumed.
+            over all settings in `weights`.
         categories: COCO annotation file that names the classes. None: use `default_categories`.
         other_channel_order: whether the network takes RGB although the program that wrote the
             weights usually takes BGR, or the reverse.

@@ -24,11 +24,11 @@ def reverse_channels(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the class rows of the predictors from detectron2's order to background first.
+    """Convert the predictors' tensors from detectron2's order of classes to background first.
 
-    In detectron2, the background is the last row of the scores, and box deltas and mask logits have
-    no row for it. In this model, it is row 0 of all three. Class-agnostic box deltas and mask
-    logits are repeated for every class.
+    detectron2's class scores have the background in the last row. Its box deltas and mask logits
+    have no rows for the background. In this model, all three begin with the background. If box
+    deltas or mask logits are class-agnostic, they are repeated for every class.
     """
     moved = dict(tensors)
     for kind in ("weight", "bias"):

@@ -1,4 +1,4 @@
-"""Loading of weights of this program and of others into models, for training and `torch.hub`."""
+"""Loading of weights of any supported program into models, for training and `torch.hub`."""
 
 import math
 import shlex

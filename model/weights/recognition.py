@@ -42,7 +42,7 @@ def read_weights(path: Path, config: Path | None = None) -> Weights:
 
     Raises:
         CheckpointError: the file cannot be read, or is of an unsupported program or model. Or the
-            configuration file cannot be read, or is not that of the weights.
+            configuration file cannot be read, or does not belong to these weights.
     """
     content = read_file(path)
     if is_checkpoint(content):

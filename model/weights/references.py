@@ -35,8 +35,8 @@ def read_reference(reference: str | Path, config: Path | None = None) -> Weights
 
     Raises:
         CheckpointError: the file cannot be read, is a bundle (exported model), or is of an
-            unsupported program or model. Or the configuration file cannot be read, or is not that
-            of the weights.
+            unsupported program or model. Or the configuration file cannot be read, or does not
+            belong to these weights.
         ZooError: no published model has this name, or this program does not support the model.
         DownloadError: the download failed, or the file has another checksum.
     """
@@ -70,7 +70,7 @@ def convert_reference(
     Args:
         reference: path, http(s) URL, name of a published model, or torchvision's name of weights.
         overrides: settings of `ConversionConfig` in the form `key.path=value`. They take precedence
-            over the settings of the weights, some of which are assumed.
+            over all settings of the weights.
         categories: COCO annotation file that names the classes. None: use the classes of the
             published model, or else `default_categories`.
         other_channel_order: whether the network takes RGB although the program that wrote the

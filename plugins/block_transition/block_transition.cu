@@ -5,9 +5,10 @@
 // `q` of the four holds channels 8q to 8q + 7, which are 16 bytes. Channels are assigned to the
 // positions of the tensor-core operands accordingly.
 //
-// A packet is one chunk of channels of a tile's input. A thread copies its part of a packet to
-// shared memory one tile before it reads that part. Threads therefore need not wait for one
-// another, and enough copies are in flight to use the whole bandwidth of the memory.
+// A packet is one chunk of channels of a tile's input. A thread copies to shared memory only the
+// values that it reads itself, and starts each copy while it computes the previous tile. Threads
+// therefore need not wait for one another, and enough copies are in flight to use the whole
+// bandwidth of the memory.
 //
 // Compile-time constants: VALUE (type), CHANNELS (of the input), SHORTCUT (channels of the
 // shortcut's input; 0: the shortcut is a map to add), OUTPUTS, REDUCED, THREADS (per block).
@@ -19,8 +20,8 @@ constexpr int WARPS = THREADS / WARP, CHUNK = 32;
 constexpr int TILE = 16, OWN_PIXELS = 2;
 constexpr int INPUTS = CHANNELS + SHORTCUT;
 static_assert(CHANNELS % CHUNK == 0 && SHORTCUT % CHUNK == 0, "inputs are read in chunks");
-// Channels of the second input, which is the shortcut's input or the map to add. Packets of a tile:
-// those of the first input, then those of the second.
+// Channels of the second input, which is the shortcut's input or the map to add. Number of packets
+// of a tile: the packets of the first input come first, then those of the second input.
 constexpr int SECOND = SHORTCUT > 0 ? SHORTCUT : OUTPUTS;
 constexpr int PACKETS = (CHANNELS + SECOND) / CHUNK;
 static_assert(OUTPUTS % CHUNK == 0 && REDUCED % CHUNK == 0, "outputs are written in chunks");
@@ -36,8 +37,8 @@ __device__ int place_of(int output_chunk, int input_chunk, int half, int pair) {
     return (((output_chunk * (COLUMNS / CHUNK) + input_chunk) * 2 + half) * 2 + pair) * WARP;
 }
 
-// Copy a weight [ROWS, OWN] to shared memory, in the order in which `multiply` reads it. In shared
-// memory, it is a part of a weight [ROWS, COLUMNS], from column `first` on.
+// Copy a weight [ROWS, OWN] to shared memory, in the order in which `multiply` reads it. The copy
+// becomes the columns from `first` on of a weight [ROWS, COLUMNS] in shared memory.
 template <int ROWS, int OWN, int COLUMNS>
 __device__ void arrange(const VALUE* __restrict__ weight, int first, uint4* operands) {
     for (int index = threadIdx.x; index < ROWS * OWN / 4; index += THREADS) {
@@ -64,8 +65,8 @@ __device__ float channel(const Words& words, int i) {
     return widen(value);
 }
 
-// Sums of the thread's 8 channels: by pair of channels, then two of the first pixel and two of the
-// second.
+// Sums of the thread's 8 channels for its two pixels. sums[i][2 * p + c] is the sum of channel
+// 2 * i + c and pixel p.
 using Sums = float[4][4];
 
 // Add the product of one chunk of the pixels' channels and the weight of one chunk of outputs.
@@ -108,14 +109,14 @@ __device__ Words relu_of(const Sums& sums, int p, const Words& added) {
     return words;
 }
 
-// Copies of the thread's part of one tile's packets from global to shared memory.
+// Packets in shared memory. A thread copies and reads only its own values of a packet.
 struct Packets {
     const VALUE *images, *shortcut;
     int pixels;
     uint4* slots;
 
-    // Index of the thread's pixel `p` (0 or 1) in a tile. Beyond the last pixel, the last one is
-    // read again; the results are not stored.
+    // Index in the batch of the thread's pixel `p` (0 or 1) of a tile. In the last tile, threads
+    // without a pixel read the last pixel; their results are not stored.
     __device__ long long pixel_of(int tile, int p) const {
         return min(tile * TILE + static_cast<int>(threadIdx.x % WARP / 4) + 8 * p, pixels - 1);
     }

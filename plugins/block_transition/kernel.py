@@ -10,11 +10,12 @@ _SHARED = 227 << 10
 
 
 def fits_shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> bool:
-    """Return whether a thread block's data fit in shared memory on compute capability 9.0.
+    """Return whether a thread block of `block_transition` has enough shared memory.
 
-    `channels` and `outputs` are the input and output channels of a residual block's last
-    convolution, `shortcut` the input channels of the shortcut's convolution (0: there is none), and
-    `reduced` the output channels of the next block's first convolution.
+    The limit is that of compute capability 9.0. `channels` and `outputs` are the input and output
+    channels of a residual block's last convolution, `shortcut` the input channels of the shortcut's
+    convolution (0: the shortcut has no convolution), and `reduced` the output channels of the next
+    block's first convolution.
     """
     return _shared_memory(channels, shortcut, outputs, reduced) <= _SHARED
 
@@ -71,9 +72,10 @@ def block_transition_launch(pixels: int, multiprocessors: int) -> Launch:
 
 
 def _shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> int:
-    """Return the shared memory of a thread block in bytes: all weights, and 16 pixels per warp.
+    """Return the shared memory that a thread block of `block_transition` needs, in bytes.
 
-    The arguments are those of `fits_shared_memory`.
+    It holds all weights, and the inputs of 16 pixels per warp. The arguments are the numbers of
+    channels that `fits_shared_memory` explains.
     """
     weights = outputs * (channels + shortcut + reduced)
     pixels = _TILE * _THREADS // _WARP * (channels + (shortcut or outputs))

@@ -34,7 +34,12 @@ _CAPABILITY = (9, 0)
 def can_fuse_transition(
     weight: Tensor, shortcut_weight: Tensor | None, next_weight: Tensor
 ) -> bool:
-    """Return whether `block_transition` supports weights of these shapes."""
+    """Return whether `block_transition` supports weights of these shapes.
+
+    `weight` [N, C, 1, 1] belongs to a residual block's last convolution, `next_weight`
+    [M, N, 1, 1] to the next block's first convolution, and `shortcut_weight` [N, S, 1, 1] to the
+    shortcut's convolution. None: the shortcut has no convolution.
+    """
     shortcut = 0 if shortcut_weight is None else shortcut_weight.shape[1]
     outputs, channels = weight.shape[:2]
     sizes = channels, shortcut, outputs, next_weight.shape[0]
@@ -62,10 +67,11 @@ def block_transition(
         weight: [N, C, 1, 1], weight of the last convolution. `can_fuse_transition` tests whether
             the numbers of channels are supported.
         bias: [N], bias of the last convolution.
-        shortcut: [B, N, H, W], map to add. With a `shortcut_weight`: [B, S, H, W], input of the
-            convolution in the shortcut.
-        shortcut_weight: [N, S, 1, 1], weight of a convolution in the shortcut. None: without one.
-        shortcut_bias: [N], bias of the convolution in the shortcut.
+        shortcut: [B, N, H, W], added to the last convolution's result. With a `shortcut_weight`:
+            [B, S, H, W], input of the shortcut's convolution.
+        shortcut_weight: [N, S, 1, 1], weight of the shortcut's convolution. None: the shortcut has
+            no convolution.
+        shortcut_bias: [N], bias of the shortcut's convolution. None if it has no convolution.
         next_weight: [M, N, 1, 1], weight of the next block's first convolution.
         next_bias: [M], bias of the next block's first convolution.
 

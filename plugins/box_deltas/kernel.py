@@ -33,10 +33,14 @@ def encode_boxes_launch(count: int) -> Launch:
 def decode_boxes_kernel(
     center_weight: float, size_weight: float, min_side: float | None, *, inclusive: bool
 ) -> Kernel:
-    """Return the kernel that decodes boxes. `maskrcnn::decode_boxes` documents the arguments.
+    """Return the kernel of `maskrcnn::decode_boxes`.
 
-    If `min_side` is None, the kernel does not have the output `large`, which marks the non-empty
-    boxes whose sides are at least `min_side`.
+    Args:
+        center_weight: factor by which dx and dy were multiplied in encoding.
+        size_weight: factor by which dw and dh were multiplied in encoding.
+        min_side: minimum width and height, in pixels, of boxes that the output `large` marks. None:
+            the kernel does not have this output.
+        inclusive: whether boxes include the pixels at their right and bottom edges.
     """
     constants = (
         *_weights(center_weight, size_weight),

@@ -15,7 +15,8 @@ static_assert(CHANNELS % VECTOR == 0, "a load does not cross a cell's end");
 
 using Values = Vector<VALUE, VECTOR>;
 
-// Channels of a row that a lane handles. Those from CHANNELS on are zero.
+// A lane's channels of the features of a cell, of a weight or of the offset. Channels from CHANNELS
+// on are zero.
 struct Channels {
     float values[STEPS][VECTOR] = {};
 };
@@ -87,7 +88,7 @@ relu_class_logits(const VALUE* __restrict__ features, const VALUE* __restrict__ 
     compute_logits<true>(features, offset, weight, bias, labels, cells, logits);
 }
 
-// Add the channels of all warps in order, so that results are reproducible.
+// Add up the sums of all warps in a fixed order, so that results are reproducible.
 __device__ void write_sum(const Channels& own, float* output) {
     __shared__ float total[CHANNELS];
     for (int warp = 0; warp < WARPS; ++warp) {

@@ -20,22 +20,34 @@ def class_logits_kernel(value_type: str, channels: int) -> Kernel:
 
 
 def relu_class_logits_kernel(value_type: str, channels: int) -> Kernel:
-    """Return the kernel of `relu_class_logits`. Arguments are those of `class_logits_kernel`."""
+    """Return the kernel of `maskrcnn::relu_class_logits` for features of `channels` channels.
+
+    `value_type` is the type of all tensors but the labels: `float16`, `bfloat16` or `float`.
+    """
     return _kernel("relu_class_logits", value_type, channels)
 
 
 def relu_class_logits_backward_kernel(value_type: str, channels: int) -> Kernel:
-    """Return the gradient kernel of `relu_class_logits`. Arguments: as of `class_logits_kernel`."""
+    """Return the kernel of `relu_class_logits_backward` for features of `channels` channels.
+
+    `value_type` is the type of all tensors but the labels and the two float32 sums: `float16`,
+    `bfloat16` or `float`.
+    """
     return _kernel("relu_class_logits_backward", value_type, channels)
 
 
 def class_logits_launch(instances: int, cells: int) -> Launch:
-    """Return the grid, block and scalar arguments of the two kernels that compute logits.
+    """Return the grid, block and scalar arguments of `class_logits` and `relu_class_logits`.
 
-    Inputs are features [instances, cells, channels], for `relu_class_logits` an offset [channels],
-    weight [classes, channels], bias [classes] and labels [instances] int64. The output is the
-    logits of each instance's class, [instances, cells]. All but the labels have the kernel's
-    `value_type`.
+    The kernels' inputs are, in this order:
+
+    - features [instances, cells, channels];
+    - offset [channels], for `relu_class_logits` only;
+    - weight [classes, channels] and bias [classes];
+    - labels [instances] int64.
+
+    The output is the logits of each instance's class, [instances, cells]. All tensors but the
+    labels have the kernel's `value_type`.
     """
     blocks = -(-cells // (_CELLS_PER_WARP * _THREADS // _WARP))
     return Launch((instances, blocks, 1), (_THREADS, 1, 1), (cells,))
@@ -44,10 +56,10 @@ def class_logits_launch(instances: int, cells: int) -> Launch:
 def relu_class_logits_backward_launch(instances: int, cells: int) -> Launch:
     """Return the grid, block and scalar arguments of `relu_class_logits_backward_kernel`.
 
-    Inputs are the gradient of the logits [instances, cells], and features, offset, weight and
-    labels as in `class_logits_launch`. Outputs are the gradient of the features, and two sums over
-    the cells, [instances, channels] float32: of the logits' gradient times the activated features,
-    and of the features' gradient.
+    Inputs are the gradient of the logits [instances, cells], then features, offset, weight and
+    labels as in `class_logits_launch`. Outputs are the gradient of the features, and two float32
+    tensors [instances, channels]: the sum over the cells of the logits' gradient times the
+    activated features, and the sum over the cells of the features' gradient.
     """
     return Launch((instances, 1, 1), (_THREADS, 1, 1), (cells,))
 

@@ -86,15 +86,17 @@ def _(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, labels: Te
 def relu_class_logits_backward(
     grad: Tensor, features: Tensor, offset: Tensor, weight: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the features, and two sums over the cells.
+    """Return the gradient of the features, and sums from which autograd computes other gradients.
 
     `grad` is the gradient of the logits, [R, P]. The other arguments are those of
     `relu_class_logits`.
 
     Returns:
         features: [R, P, C], gradient of the features, of their dtype.
-        weighted: [R, C] float32, sum of the logits' gradient times the activated features.
-        sums: [R, C] float32, sum of the features' gradient before it is rounded.
+        weighted: [R, C] float32, sum over the cells of the logits' gradient times the activated
+            features. Its sum over the instances of a class is the gradient of the class's weight.
+        sums: [R, C] float32, sum over the cells of the features' gradient before it is rounded. Its
+            sum over the instances is the gradient of the offset.
     """
     shifted = features.float() + offset.float()
     grad = grad.float()[:, :, None]
@@ -153,7 +155,11 @@ def _logits(activated: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> 
 
 
 def _launch_logits(kernel: Callable[[str, int], Kernel], **tensors: Tensor) -> Tensor:
-    """Return the logits that one of the two kernels computes from an operation's arguments."""
+    """Launch a kernel that computes logits, and return the logits [R, P].
+
+    `kernel` returns the kernel for a type and a number of channels. `tensors` are the arguments of
+    `class_logits` or `relu_class_logits`, by name.
+    """
     features = tensors["features"]
     value_type = _value_type(features)
     instances, cells, channels = features.shape
@@ -177,7 +183,7 @@ def _value_type(features: Tensor) -> str:
 
 
 def _arguments(**tensors: Tensor) -> list[Tensor]:
-    """Check the arguments of an operation, by name, and return them as contiguous tensors."""
+    """Check an operation's arguments by name. Return them in the same order, contiguous."""
     features = tensors["features"]
     instances, _, channels = features.shape
     shapes = {

@@ -18,8 +18,8 @@ __device__ int groups_of(int value) {
     return (bits + GROUP_BITS) / GROUP_BITS;
 }
 
-// Number that COCO RLE stores for a run: from the fourth run on, the difference from the run two
-// before.
+// Number that COCO RLE stores for a run: the length of the run or, from the fourth run on, its
+// difference from the length of the run two before.
 __device__ int stored(const int* counts, int run) {
     return counts[run] - (run > 2 ? counts[run - 2] : 0);
 }

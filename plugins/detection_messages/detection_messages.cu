@@ -2,8 +2,8 @@
 // Specification: detection_messages/operation.py.
 //
 // A block first adds up the lengths of its image's messages, and reserves a range of that length in
-// the output. Each thread then writes one detection, except the characters of its mask. Finally,
-// warps copy the characters to the end of the message.
+// the output. Each thread then writes one detection at a time, except the characters of its mask.
+// Finally, warps copy the characters of each mask to the end of the mask's detection.
 //
 // Compile-time constants: THREADS.
 #include "warp.cuh"

@@ -15,15 +15,16 @@ def detection_messages_launch(
 ) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `DETECTION_MESSAGES`.
 
-    Inputs and outputs are the tensors that `detection_messages` takes and returns, in the same
-    order. The second output (start and length of each image's bytes) must be zero before the
-    launch. It has an additional last row, whose first entry receives the messages' total length.
+    Inputs are the fields of `DetectionBatch`, then those of `ClassTable`. Outputs are messages
+    [capacity] uint8, and start and length of each image's bytes, [images + 1, 2] int64. The second
+    output must be zero before the launch. The first entry of its last row receives the total length
+    of all images' bytes.
 
     Args:
         images: Number of images.
         depth: Number of detections per image.
         text_capacity: Size of the buffer of RLE characters.
-        class_table: Shape of the table of class fields.
+        class_table: Shape [L, F] of `ClassTable.fields`.
         capacity: Size of the buffer of messages.
     """
     return Launch((images, 1, 1), (_THREADS, 1, 1), (depth, text_capacity, *class_table, capacity))

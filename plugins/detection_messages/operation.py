@@ -41,9 +41,9 @@ class DetectionBatch(NamedTuple):
 
 
 class ClassTable(NamedTuple):
-    """Serialised fields of a `Detection` that depend on its class, for L classes.
+    """Serialised class fields of the protobuf message `Detection`, for L classes.
 
-    They are `label`, `class_name` and `category_id`.
+    The class fields are `label`, `class_name` and `category_id`.
     """
 
     # [L, F] uint8. Each row begins with the fields of a class; the rest of the row is not used.
@@ -66,8 +66,8 @@ def detection_messages(
         messages [capacity] uint8, undefined after the last image; and [B, 2] int64, start and
         length of each image's bytes. If an image's bytes would end beyond the capacity, they are
         undefined, but start and length are as with a sufficient capacity. If a selected detection
-        has no characters in `text`, or a class that is not in the table, the length is -1, and the
-        start undefined.
+        has no RLE characters in `batch.text`, or if its class is not in `classes`, the image's
+        length is -1, and its start undefined.
 
     Raises:
         ValueError: on a GPU, an argument has another dtype or shape than documented.
@@ -108,7 +108,7 @@ def _on_host(batch: DetectionBatch, classes: ClassTable, capacity: int) -> tuple
 
 
 def _image_message(batch: DetectionBatch, classes: ClassTable, image: int) -> bytes | None:
-    """Serialise the detections of one image. None: a mask or a class is missing."""
+    """Serialise the selected detections of an image. Return None if a mask or class is missing."""
     limit, threshold = batch.selections[image].tolist()
     count = int(min(float(batch.counts[image]), limit))
     (selected,) = torch.nonzero(batch.scores[image, :count] > threshold, as_tuple=True)

@@ -28,20 +28,29 @@ def feature_patches_kernel(feature_type: str, levels: int, radius: int, channels
 def feature_patches_backward_kernel(
     feature_type: str, levels: int, radius: int, channels: int
 ) -> Kernel:
-    """Return the kernel of the gradient. Arguments are those of `feature_patches_kernel`."""
+    """Return the kernel of the gradient of `maskrcnn::feature_patches`.
+
+    Args:
+        feature_type: `float16`, `bfloat16`, `float` or `double`.
+        levels: number of feature maps, 1 to `MAX_LEVELS`.
+        radius: patches have 2 * radius + 1 cells per axis.
+        channels: channels of the feature maps.
+    """
     return _kernel("feature_patches_backward", feature_type, levels, radius, channels)
 
 
 def feature_patches_launch(
     batch: int, patches: int, radius: int, channels: int, sizes: Sequence[tuple[int, int]]
 ) -> Launch:
-    """Return the grid, block and scalar arguments of both kernels.
+    """Return the grid, block and scalar arguments of `feature_patches` or its gradient's kernel.
 
     B is `batch`, S is `patches` (number of patches per image), K is 2 * `radius` + 1, C is
-    `channels`, and (H_l, W_l) is the entry of `sizes` for level l. `feature_patches` takes one map
-    [B, H_l, W_l, C] per level and the indices [B, S] int64 of the patches' centres; its output is
-    [B, S, K, K, C]. `feature_patches_backward` takes the gradient of this output and the indices;
-    its outputs are the gradients of the maps. These must be zero before the launch.
+    `channels`, and (H_l, W_l) is the entry of `sizes` for level l.
+
+    - `feature_patches` takes one map [B, H_l, W_l, C] per level and the indices [B, S] int64 of the
+      patches' centres. Its output is the patches [B, S, K, K, C].
+    - `feature_patches_backward` takes the gradient of the patches and the indices of the centres.
+      Its outputs are the gradients of the maps, which must be zero before the launch.
     """
     blocks = -(-patches * (2 * radius + 1) ** 2 // (_THREADS // _WARP))
     scalars = (channels, patches, *(side for size in sizes for side in size))

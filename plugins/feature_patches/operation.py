@@ -135,11 +135,11 @@ feature_patches.register_autograd(_backward, setup_context=_setup_context)
 def _members(
     features: Sequence[Tensor], centres: Tensor, radius: int
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return indices of the patches in each feature map.
+    """Return, for each feature map, the indices of its patches and of their cells.
 
-    The indices of N patches are the image [N], the patch in the image [N], and the patch's cells
-    [N, K, K]. Cells are numbered by image, row and column of the map with `radius` cells of padding
-    on each side.
+    A tuple describes the N patches whose centre is in one map: the index of the image [N], the
+    index of the patch in the image [N], and the indices of the patch's cells [N, K, K]. The cells
+    of the map, padded by `radius` cells on each side, are numbered by image, row and column.
     """
     members = []
     offsets = torch.arange(2 * radius + 1, device=centres.device)

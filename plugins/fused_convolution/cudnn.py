@@ -36,10 +36,11 @@ def convolve_with_bias(
     dilation: Sequence[int],
     relu: bool,
 ) -> None:
-    """Queue `torch.conv2d` with a bias, followed by a ReLU if `relu`. Write the result to `output`.
+    """Queue a convolution with bias, and with a ReLU if `relu`. It writes its result to `output`.
 
-    With N output channels, `images` is [B, C, H, W], `weight` [N, C, K, K] and `bias` [N]. The
-    tensors must be on the current GPU, channels-last, and all float16 or all bfloat16.
+    `images` is [B, C, H, W], `weight` [N, C, K, K], `bias` [N] and `output` [B, N, H', W']. The
+    tensors must be on the current GPU, channels-last, and all float16 or all bfloat16. `stride`,
+    `padding` and `dilation` have a vertical and a horizontal value each.
 
     Raises:
         UnsupportedError: cuDNN does not support the convolution. Nothing is queued then.

@@ -61,7 +61,8 @@ def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) 
 class Choices:
     """Indices of the fastest implementations, kept in a JSON file.
 
-    An index is stored under a name: the number of implementations and the key of `run_fastest`.
+    Each index has a name, which consists of the number of implementations and the key of
+    `run_fastest`.
     """
 
     def __init__(self, path: Path) -> None:

@@ -80,10 +80,10 @@ def launch_pointwise_convolution(
 
 
 def _can_keep_weight(images: Tensor, outputs: int) -> bool:
-    """Return whether the kernel `_upsampling_convolution` can be used.
+    """Return whether the kernel `_upsampling_convolution` supports `images` [B, C, H, W].
 
-    It supports certain numbers of input and output channels, and needs a GPU with enough shared
-    memory. `outputs` is the number of output channels.
+    The kernel supports certain numbers of input and output channels, and needs a GPU with enough
+    shared memory. `outputs` is the number of output channels.
     """
     channels = images.shape[1]
     power = channels & (channels - 1) == 0

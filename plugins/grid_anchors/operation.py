@@ -77,7 +77,7 @@ def _(cell_anchors: Tensor, steps: Sequence[int], grid_sizes: Sequence[int]) -> 
 
 
 def _maps(steps: Sequence[int], grid_sizes: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Combine flat lists to (vertical stride, horizontal stride, rows, columns) per feature map."""
+    """Return (vertical stride, horizontal stride, rows, columns) of each map, from flat lists."""
     return list(zip(steps[::2], steps[1::2], grid_sizes[::2], grid_sizes[1::2], strict=True))
 
 

@@ -61,7 +61,7 @@ def _(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
 
 
 def _measurable(boxes: Tensor, side: int) -> Tensor:
-    """Return whether each box [..., 4] is finite and small enough to be sampled, as [...] bool.
+    """Return which boxes [..., 4] are finite and small enough to be sampled: [...] bool.
 
     `side` is the number of target cells along each side of a box. A cell must span less than
     2 ** 24 pixels.

@@ -19,9 +19,11 @@ def match_boxes_kernel(
 ) -> Kernel:
     """Return the kernel that matches candidates (anchors or RoIs) to ground-truth boxes by IoU.
 
-    If `low_quality`, the kernel has two more outputs: the highest IoU of each candidate and of each
-    ground-truth box. With them, the kernel `MATCH_BEST` makes the candidates of highest IoU with
-    each ground-truth box positive too.
+    Args:
+        foreground_iou: smallest IoU of positive candidates.
+        background_iou: candidates with a smaller IoU are negative.
+        low_quality: whether the kernel has two more outputs, which the kernel `MATCH_BEST` reads:
+            the highest IoU of each candidate and of each ground-truth box.
     """
     constants = (
         ("FOREGROUND_IOU", float(foreground_iou)),

@@ -4,9 +4,9 @@
 // kept. Then all threads mark the following boxes that the kept ones suppress. Thread t is
 // responsible for boxes t, t + THREADS, ...
 //
-// `nms_keep` computes the IoUs too: the TensorRT plugin launches a single kernel. torch uses
-// two kernels, which are an order of magnitude faster: `nms_overlaps` computes with many blocks per
-// set which boxes overlap too much, then `nms_select` reads the result.
+// `nms_keep` computes the IoUs too. The TensorRT plugin uses it, because a plugin launches only one
+// kernel. torch uses two kernels, which are an order of magnitude faster: `nms_overlaps` computes,
+// with many blocks per set, which boxes overlap too much. Then `nms_select` reads the result.
 //
 // Compile-time constants: IOU_THRESHOLD (0 or more), MAX_KEEP (0: no limit), KEEP (type), THREADS.
 #include "boxes.cuh"
@@ -54,7 +54,7 @@ __device__ Bits choose(Bits alive, Bits low_suppressors, Bits high_suppressors) 
     return chosen;
 }
 
-// The first boxes of `chosen`, so that no more than MAX_KEEP are kept in all.
+// The first boxes of `chosen`, as many as MAX_KEEP allows if `total` boxes are already kept.
 __device__ Bits limited(Bits chosen, int total) {
     while (MAX_KEEP > 0 && total + __popcll(chosen) > MAX_KEEP) {
         chosen &= ~(Bits{1} << (TILE - 1 - __clzll(chosen)));
@@ -133,9 +133,9 @@ nms_keep(const float4* boxes, const long long* labels, int count, KEEP* keep) {
     for (int index = start + thread; index < count; index += THREADS) keep[index] = 0;
 }
 
-// Write suppressors [sets, tiles, count]: the boxes of a tile that suppress a box if they are kept.
-// Entries of tiles after the box's own tile are not written. A thread compares a box with PART
-// boxes of a tile.
+// Write suppressors [sets, tiles, count]. Bit i of entry [s, t, b] is set if box i of tile t
+// suppresses box b when it is kept. Entries of tiles after the tile of box b are not written. A
+// thread compares a box with PART boxes of a tile.
 extern "C" __global__ void __launch_bounds__(TILE * TILE / PART)
 nms_overlaps(const float4* boxes, const long long* labels, int count, Bits* suppressors) {
     __shared__ Candidate tile[TILE];
@@ -146,7 +146,7 @@ nms_overlaps(const float4* boxes, const long long* labels, int count, Bits* supp
     labels += set * count;
     const int place = threadIdx.x % TILE, part = threadIdx.x / TILE;
     const int index = column * TILE + place, other = row * TILE + threadIdx.x;
-    // Only the last tile can be incomplete. Its missing boxes would come after all other boxes.
+    // Only the last tile can be incomplete. Its missing entries are not compared with any box.
     if (threadIdx.x < TILE && other < count) {
         tile[threadIdx.x] = candidate_of(boxes[other], labels[other]);
     }

@@ -2,11 +2,14 @@
 
 Specification of all implementations, whose results are equal bit for bit: a mask gets a border of
 one zero sample on each side and is interpolated over its box, in float32, linearly in x and then in
-y. A pixel belongs to the mask if its value exceeds the threshold. With torchvision's rule, the box
-is enlarged by the border and truncated to whole pixels. It includes the pixels at its right and
-bottom edges. Pixels before the centre of the first sample repeat that sample. With detectron2's
-rule, the box is not rounded. The mask is empty if the box is not finite, or if a coordinate exceeds
-2 ** 24 pixels, because float32 does not represent all larger integers.
+y. A pixel belongs to the mask if its value exceeds the threshold.
+
+- With torchvision's rule, the box is enlarged by the border and truncated to whole pixels. The box
+  includes the pixels at its right and bottom edges.
+- With detectron2's rule, the box is not rounded.
+- With both rules, pixels beyond the centre of the first or last sample repeat that sample. The mask
+  is empty if the box is not finite, or if the absolute value of a coordinate exceeds 2 ** 24
+  pixels. Above this limit, float32 does not represent all integers.
 
 COCO's run lengths are in column-major order. The first run is of zeros, and its length may be 0.
 """
@@ -27,9 +30,9 @@ _FARTHEST = 2.0**24
 
 
 class _PixelSamples(NamedTuple):
-    """Pairs of mask samples between which to interpolate P pixels along one axis of a box.
+    """Mask samples from which P image pixels are interpolated along one axis of a box.
 
-    Sample indices include the mask's border of zeros: index 0 is in the border.
+    Sample indices count the mask's border of zeros: index 0 is in the border.
     """
 
     # [P] int64, image rows or columns that the box covers.

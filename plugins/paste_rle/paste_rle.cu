@@ -77,7 +77,8 @@ __device__ float between(float low, float high, float fraction) {
     return low * (1.0f - fraction) + high * fraction;
 }
 
-// The `total` computed pixels, column by column, each column with its background pixel.
+// The `total` computed pixels, column by column. `stride` is the number of computed pixels in a
+// column, with its background pixel.
 struct Window {
     Axis columns, rows;
     int height, stride, total;
@@ -126,7 +127,7 @@ __device__ unsigned values_from(int index, const Window& window, const Samples& 
     return bits;
 }
 
-// Number of runs that ended before a pixel, and the end of the last one.
+// Number of runs that ended before a pixel, and the end of the last of these runs.
 struct Ended {
     int runs, last;
 

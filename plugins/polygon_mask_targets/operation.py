@@ -1,6 +1,7 @@
 """`maskrcnn::mask_targets_from_polygons`: mask targets rasterised from polygons.
 
-This project's own training uses `mask_targets` instead, with masks that the loader rasterises.
+The training of this project uses `maskrcnn::mask_targets_from_crops`, with masks that the data
+loader rasterises.
 
 Specification of all implementations, whose results are equal bit for bit: polygons are scaled in
 double precision so that the RoI becomes M x M pixels, and rasterised as by pycocotools. A RoI side

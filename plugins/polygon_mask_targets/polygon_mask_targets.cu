@@ -75,8 +75,8 @@ __device__ void toggle_passages(Point from, Point to, unsigned (&toggles)[SIDE][
     }
 }
 
-// Add those pixels of a column to `covered` that have an odd number of toggles in their row and the
-// rows above. Clear the toggles.
+// Add pixels of a column to `covered`: those for which the number of toggles in their row and all
+// rows above is odd. Clear the toggles.
 __device__ void cover(unsigned (&toggles)[WORDS], unsigned (&covered)[WORDS]) {
     unsigned carry = 0;
     for (int word = 0; word < WORDS; ++word) {

@@ -21,7 +21,7 @@ _VECTORS = {"float16": 8, "bfloat16": 8, "float": 4, "double": 2}
 
 
 class Pooling(NamedTuple):
-    """Attributes of `maskrcnn::pyramid_roi_align`. That operation's docstring explains them."""
+    """Arguments of `maskrcnn::pyramid_roi_align` that are compile-time constants of its kernels."""
 
     output_size: int
     sampling_ratio: int
@@ -57,9 +57,15 @@ def forward_kernel(
     channels_last: bool,
     pooled_channels_last: bool,
 ) -> Kernel:
-    """Return the forward kernel for `float16`, `bfloat16`, `float` or `double` features.
+    """Return the kernel of `maskrcnn::pyramid_roi_align`.
 
-    The pooled features can be channels-last only if the feature maps are channels-last.
+    Args:
+        pooling: arguments of the operation.
+        feature_type: `float16`, `bfloat16`, `float` or `double`.
+        channels: channels of the feature maps.
+        channels_last: whether the feature maps are channels-last.
+        pooled_channels_last: whether the pooled features are channels-last. This requires
+            `channels_last`.
     """
     vector = math.gcd(_VECTORS[feature_type], channels) if channels_last else 1
     return Kernel(

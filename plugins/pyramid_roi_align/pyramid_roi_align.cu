@@ -28,7 +28,7 @@ __device__ void for_own_cells(int group, int channels, Body body) {
     }
 }
 
-// Map of a level, offset to the block's image.
+// Map of a level. Its values begin at the block's image.
 __device__ Map<const Feature> map_of_image(const Map<const Feature> (&maps)[LEVELS], int level,
                                            int channels) {
     Map<const Feature> map = maps[0];
@@ -40,7 +40,8 @@ __device__ Map<const Feature> map_of_image(const Map<const Feature> (&maps)[LEVE
     return map;
 }
 
-// Index of the block's RoI among all images; the grid is [RoIs, images, parts of a RoI].
+// Index of the block's RoI among the RoIs of all images. The grid is [RoIs of an image, images,
+// groups of CELLS pooled cells].
 __device__ long long own_roi() {
     return static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
 }

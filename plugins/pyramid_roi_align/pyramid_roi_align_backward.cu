@@ -1,6 +1,7 @@
 // Gradient of pyramid_roi_align with respect to the features. Each block computes a tile of one
-// map's gradient: it finds the RoIs that reach the tile, and adds their shares in the order of the
-// RoIs, so that results are reproducible. Compile-time constants are those of roi_sampling.cuh.
+// map's gradient: it finds the RoIs that reach the tile, and adds their contributions in the order
+// of the RoIs, so that results are reproducible. Compile-time constants are those of
+// roi_sampling.cuh.
 #include "roi_sampling.cuh"
 #include "warp.cuh"
 
@@ -32,7 +33,7 @@ struct Shared {
     int rois[THREADS];
     // Number of these RoIs that each warp found.
     int counts[SIDE];
-    // Share of each pooled cell's average that each pixel of the tile has, by RoI and axis.
+    // Weights of the tile's pixels in the average of each pooled cell, by RoI and axis.
     Vector<Real, SIDE> weights[STEP][2][OUTPUT_SIZE];
     // By RoI: pooled cells that contribute to each row of the tile, and to any of its columns.
     Span rows[STEP][SIDE], columns[STEP];
@@ -90,7 +91,7 @@ __device__ int list_rois(const float4* rois, int first, int count, const Tile& t
     return found;
 }
 
-// Share of a pooled cell's average that a pixel has along one axis.
+// Weight of a pixel in the average of a pooled cell, along one axis.
 __device__ Real weight_of(Real start, Real cell_size, int cell, int count, int size, int pixel) {
     const auto samples = samples_of(start, cell_size, cell, count, size);
     Real weight = 0;
@@ -131,7 +132,8 @@ __device__ void compute_weights(const float4* rois, const int* listed, int count
     if (slot < count && !down && pixel == 0) shared.columns[slot] = span;
 }
 
-// Add the share of a RoI in the warp's row. `pooled` begins at the thread's channels.
+// Add a RoI's contribution to the warp's row of the tile. `pooled` is the gradient of the RoI's
+// pooled features, from the thread's channels on.
 __device__ void add_shares(const Feature* pooled, int slot, int channels, const Shared& shared,
                            Real (&sums)[SIDE][VECTOR]) {
     const int warp = threadIdx.x / WARP;

@@ -107,7 +107,7 @@ def _checked_sizes(
 def _is_vertical_first(image: Tensor, size: tuple[int, int]) -> bool:
     """Return whether Pillow resizes an image to `size` vertically first, then horizontally.
 
-    Pillow 13 and later do this if they remove rows, and more than twice as many rows as columns.
+    Pillow 13 and later do this if the image loses rows, and more than twice as many as columns.
     Older versions always resize horizontally first.
     """
     rows, columns = (old - new for old, new in zip(image.shape[1:], size, strict=True))

@@ -17,7 +17,8 @@ struct Image {
 };
 
 constexpr int HALF = 1 << (WEIGHT_BITS - 1);
-// Axes of an image, and entries of the table of weights before the weights.
+// Axes of an image. Indices along the third axis of the table of weights: first source pixel,
+// number of source pixels, and first weight.
 enum { ROW_AXIS, COLUMN_AXIS, AXES };
 enum { FIRST, COUNT, WEIGHTS };
 
@@ -25,7 +26,7 @@ __device__ int rounded(int sum) { return min(max((sum + HALF) >> WEIGHT_BITS, 0)
 
 using Sums = int[CHANNELS];
 
-// Add weighted channels of a source pixel.
+// Add the channels of a source pixel, multiplied by the weight.
 __device__ void add(Sums& sums, int weight, const unsigned char* pixel, long long stride) {
 #pragma unroll
     for (int channel = 0; channel < CHANNELS; ++channel) {
@@ -33,7 +34,7 @@ __device__ void add(Sums& sums, int weight, const unsigned char* pixel, long lon
     }
 }
 
-// Add the rounded result of the first pass, weighted for the second pass.
+// Add the rounded result of the first pass, multiplied by the weight of the second pass.
 __device__ void add(Sums& sums, int weight, const Sums& first_pass) {
 #pragma unroll
     for (int channel = 0; channel < CHANNELS; ++channel) {

@@ -1,8 +1,8 @@
 // Stem of a ResNet on GPUs of compute capability 9.0. Specification: resnet_stem/operation.py.
 //
-// A block computes a tile of pooled pixels, each warpgroup some of its rows. The normalised pixels
-// that the tile needs lie in shared memory, four channels each. The fourth channel is one, and its
-// weight the bias. A matrix product reads the pixels in place: row i of its first matrix is the
+// A block computes a tile of pooled pixels, each warpgroup some rows of it. The normalised pixels
+// that the tile needs lie in shared memory, four channels each. The fourth channel is 1, and its
+// weight is the bias. A matrix product reads the pixels in place: row i of its first matrix is the
 // four pixels from pixel 2 * i of an image row on, so that rows overlap. Its second matrix is the
 // weights of four neighbouring columns of the convolution's kernel. 14 products give 64 pixels of a
 // row of the convolution. Three such rows are pooled vertically in registers, then horizontally in
@@ -25,7 +25,8 @@ constexpr int PAIRS_AT_ONCE = 7;
 // Products of a row, and the bytes of their weights.
 constexpr int STEPS = 2 * KERNEL, WEIGHT_BYTES = CHANNELS * 16 * sizeof(VALUE);
 constexpr int BLOCK_BYTES = 128, PIXEL_BYTES = 4 * sizeof(VALUE);
-// Distance of pixels that are pooled in shared memory, in values. It avoids bank conflicts.
+// Distance between neighbouring pixels that are pooled in shared memory, in values. It avoids bank
+// conflicts.
 constexpr int DISTANCE = CHANNELS + 8;
 
 // Words of a row of the convolution that a thread holds, two channels each.
@@ -64,8 +65,9 @@ __device__ void queue_row(float (&sums)[2 * WORDS], const Shared& shared, int ro
     }
 }
 
-// Return maxima of 16-bit numbers. Compared as signed integers, the bits of numbers that are not
-// negative have the order of the numbers. NaN is the largest, a negative zero the smallest.
+// Return the maxima of three words of two 16-bit numbers each. Compared as signed integers, the
+// bits of numbers that are not negative have the order of the numbers. NaN is the largest, a
+// negative zero the smallest.
 __device__ unsigned largest_of(unsigned a, unsigned b, unsigned c) {
     return __vimax3_s16x2(a, b, c);
 }
@@ -75,7 +77,7 @@ __device__ unsigned word_of(const float (&sums)[2 * WORDS], int word) {
     return relu_pair(sums[2 * word], sums[2 * word + 1], VALUE{});
 }
 
-// Pool rows of the convolution, already pooled vertically, and store the first `columns` pixels.
+// Pool a vertically pooled row horizontally, and store the first `columns` pixels.
 __device__ void store_pooled(const VALUE* maps, int columns, VALUE* output) {
     constexpr int PARTS = CHANNELS / 8;
     for (int item = threadIdx.x % WARPGROUP; item < columns * PARTS; item += WARPGROUP) {

@@ -10,7 +10,7 @@ constexpr int KERNEL = 7;
 struct Map {
     int height, width;
 
-    // Output size of a convolution or pooling with stride 2 that keeps the first pixel.
+    // Output size of a convolution or pooling with stride 2: half the size, rounded up.
     __device__ Map halved() const { return {(height + 1) / 2, (width + 1) / 2}; }
     __device__ bool has(int row, int column) const {
         return row >= 0 && row < height && column >= 0 && column < width;

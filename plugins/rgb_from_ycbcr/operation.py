@@ -29,7 +29,7 @@ _HALF = 1 << 15
 
 
 class _Image(NamedTuple):
-    """Offsets in bytes of an image's planes in the input and of its pixels in the output."""
+    """Sizes of an image, and offsets in bytes of its planes in the input and output."""
 
     luma: int
     chroma: int
@@ -78,7 +78,7 @@ def _converted_by_kernel(planes: Tensor, images: Sequence[_Image]) -> Tensor:
 
 
 def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
-    """Check the arguments, and return the images of the batch."""
+    """Check the arguments, and return the sizes and offsets of each image of the batch."""
     check_argument("planes", planes, torch.uint8, (-1,))
     if not sizes or len(sizes) % _SIDES:
         raise ValueError(
@@ -151,9 +151,9 @@ def _upsampled(chroma: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _doubled(samples: Tensor, axis: int, places: Tensor, interpolated: bool) -> Tensor:
-    """Upsample by two along an axis, at the output indices `places`.
+    """Upsample chroma samples by two along an axis. Return the results at the indices `places`.
 
-    If `interpolated`, interpolate linearly and multiply the result by 4. Otherwise repeat samples.
+    If `interpolated`, interpolate linearly and multiply the results by 4. Otherwise repeat samples.
     """
     nearest = samples.index_select(axis, places // 2)
     if not interpolated:

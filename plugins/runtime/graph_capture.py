@@ -24,7 +24,7 @@ _ALIGNMENT = 256
 
 
 class _SharedWorkspace(threading.local):
-    """Memory for small cuDNN and cuBLASLt workspaces in the CUDA graph that a thread captures."""
+    """Per-thread memory for small cuDNN and cuBLASLt workspaces while a CUDA graph is captured."""
 
     # [`_SHARED`] uint8. None: the thread does not capture a graph.
     memory: Tensor | None = None

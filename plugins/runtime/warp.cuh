@@ -1,12 +1,12 @@
-// Combinations of the values of a warp (32 neighbouring threads of a block), and prefix sums over a
-// block, which consists of warps.
+// Reductions over a warp (32 neighbouring threads of a block), and prefix sums over a block.
 #pragma once
 
 constexpr int WARP = 32;
 // An enumerator, because the compiler would store a variable in global memory.
 enum : unsigned { ALL_LANES = 0xffffffffu };
 
-// Return the combination of the values of all lanes, in every lane. `combine` must be commutative.
+// Reduce the values of all lanes with `combine`, which must be commutative. Return the result in
+// every lane.
 template <typename Value, typename Combine>
 __device__ Value combined_over_warp(Value value, const Combine& combine) {
 #pragma unroll

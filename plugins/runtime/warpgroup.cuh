@@ -10,7 +10,8 @@ constexpr int WARPGROUP = 128;
 struct SharedMatrix {
     unsigned long long bits;
 
-    // `along_row` and `along_column` are distances of neighbouring blocks. A row has two blocks.
+    // `along_row` and `along_column` are the distances between neighbouring blocks along a row and
+    // along a column. A row has two blocks.
     __device__ SharedMatrix(const void* values, unsigned along_row, unsigned along_column)
         : bits(static_cast<unsigned long long>(along_column >> 4) << 32 |
                static_cast<unsigned long long>(along_row >> 4) << 16 |

@@ -75,7 +75,7 @@ def top_k_of_parts_in_torch(values: Tensor, counts: Sequence[int], k: int) -> tu
     Args:
         values: [B, N] floating point.
         counts: [L], lengths of the parts of a row; their sum is N.
-        k: number of entries to return of each part, at most the length of the longest one.
+        k: number of entries to return of each part, at most the length of the longest part.
 
     Returns:
         values [B, L, k] in descending order, and indices of the same shape, int64. If a part has
@@ -155,9 +155,10 @@ def _sort(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _select_by_key(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the result of `_sort` for float32 values, without sorting all of them.
+    """Return the k largest float32 values of the last axis in stable order, and their indices.
 
-    Each entry gets a different int64 key. Of all entries, the k largest have the k largest keys.
+    Instead of all values being sorted, the k largest of int64 keys are selected. Keys have the
+    order of the values. Of equal values, the one of lower index has the larger key.
     """
     # As integers, the bits of float32 numbers have the order of the numbers if all bits but the
     # sign are inverted in negative numbers.

@@ -1,4 +1,5 @@
-// Top k of each part of each row. Of equal entries, the one of lower index comes first.
+// Select the k largest entries of each part of each row. A part is, for example, the scores of one
+// pyramid level. Of equal entries, the one of lower index comes first.
 // Specification: stable_top_k/operation.py.
 //
 // A block reads a chunk of a part, THREADS * ITEMS entries, into registers. It converts the entries
@@ -159,9 +160,9 @@ __device__ int sum_of_lower_threads(int count) {
 __shared__ int counters[2 * THREADS];
 
 struct Threshold {
-    // All wanted entries reach or exceed this key.
+    // The keys of all wanted entries are at least this key.
     unsigned key;
-    // Whether only wanted entries do. False: other entries may be equal to the key.
+    // Whether the keys of all other entries are less. False: some may be equal to `key`.
     bool is_exact;
 };
 
@@ -171,7 +172,7 @@ struct Threshold {
 __device__ Threshold threshold_of_largest(const Keys& keys, int wanted) {
     // Bin of the last wanted entry, number of entries in earlier bins, and number in this bin.
     __shared__ int found_bin, found_before, found_count;
-    // The thread's two bins. The first bin of all has the entries with the largest bits.
+    // The thread's two bins. Bin 0 has the entries with the largest bits.
     const int bin = 2 * threadIdx.x;
     int &first = counters[bin], &second = counters[bin + 1];
     unsigned ones = 0, zeros = 0;
@@ -260,9 +261,10 @@ __device__ void place_largest(const Keys& keys, int wanted, const Store& store) 
     }
 }
 
-// Sort `count` entries by descending key, at most OWN * THREADS. Entries with equal keys keep their
-// order. The entries from `count` to OWN * THREADS must have the key 0. Radix sort: each pass orders
-// the entries by six bits of their keys (a digit), from the lowest bits that differ to the highest.
+// Sort `count` entries (at most OWN * THREADS) by descending key. Entries with equal keys keep
+// their order. The entries from `count` to OWN * THREADS must have the key 0. Radix sort: each pass
+// orders the entries by six bits of their keys (a digit), from the lowest bits that differ to the
+// highest.
 template <int OWN>
 __device__ void sort_block(Entry* entries, int count) {
     // The counters are a table [DIGITS, WARP] of numbers of entries by digit and warp. The first row

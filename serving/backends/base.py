@@ -57,10 +57,10 @@ HostOutputs = ModelOutputs[NDArray[Any]]
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """Return the batch sizes that backends run on a GPU: powers of two, and `max_batch`.
+    """Return the batch sizes that backends run on a GPU: `max_batch` and all smaller powers of two.
 
-    The powers of two are those below `max_batch`. A batch of another size is padded to the next
-    larger one of these sizes. There are few sizes, because each costs start-up time and GPU memory.
+    A batch of another size is padded to the next larger size in this list. The list is short,
+    because each batch size costs start-up time and GPU memory.
     """
     return sorted({*(1 << n for n in range(max_batch.bit_length())), max_batch})
 
@@ -145,7 +145,7 @@ class Backend(Protocol):
     def warm_up(self, max_batch: int) -> None:
         """Run the model on black images, for each input size.
 
-        On a GPU, run one or more batches of each batch size that the backend uses for up to
+        On a GPU, run at least one batch of each of the backend's batch sizes, limited to
         `max_batch` images. On the CPU, run one image. The first requests then need not wait for
         compilation or memory allocation. The method raises the same errors as `infer`.
         """

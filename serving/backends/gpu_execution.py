@@ -67,7 +67,7 @@ class Stream(Protocol):
         """Record an event after all work that has been queued on this stream so far."""
 
     def wait(self, event: Any) -> None:
-        """Make work that is queued on this stream from now on wait for another stream's event."""
+        """Delay all work that is queued on this stream after this call until `event` is done."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
         """Queue a copy of the pinned array `host` to the GPU address `address`."""
@@ -221,8 +221,8 @@ class BatchRunner:
         """Compute a batch and wait for it. Thread-safe. The CUDA context must be current.
 
         Args:
-            inputs: Input arrays by name. An array that has fewer rows than its shape in `specs` is
-                padded with rows of zeros.
+            inputs: Input arrays by name. The first dimension is the batch. If it is shorter than
+                in `specs`, the array is padded with zeros.
             specs: Shape and dtype of each input and output by name.
             launch: Function that queues the computation. Its arguments are a mapping from tensor
                 names to GPU addresses, and the handle of the stream to queue on. It is called by
@@ -261,8 +261,8 @@ class LaunchGraphs:
 
     The first `launch` with a key runs the work without a graph, because libraries load code at
     first use, and loading cannot be captured. It then captures the work without running it again.
-    Later launches replay the captured graph. If a capture fails, a warning is logged, and no more
-    graphs are captured. From then on, a key without a graph never gets one.
+    Further launches with this key replay the captured graph. If a capture fails, a warning is
+    logged, no more graphs are captured, and keys without a graph run their work directly.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ _INSTALL_ONNXRUNTIME: Final = (
 
 
 class BackendChoice(NamedTuple):
-    """Selected backend, and the errors of the backends of higher priority that were skipped."""
+    """Selected backend, and the reasons why backends of higher priority cannot run."""
 
     # One of `BACKENDS`.
     backend: BackendName
@@ -175,7 +175,9 @@ def choose_backend(
 def check_backend(
     bundle: Path, manifest: Manifest, precision: Precision, name: BackendName
 ) -> None:
-    """Check that a backend can run a bundle on this machine. `torch` passes only with a GPU.
+    """Check that a backend can run a bundle on this machine.
+
+    Without a GPU, the check of `torch` fails, although this backend can run on the CPU.
 
     Args:
         bundle: Folder of the bundle.

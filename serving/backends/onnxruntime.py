@@ -126,8 +126,8 @@ class OnnxRuntimeBackend:
 
         Returns:
             Function that computes the batch and waits for it. It returns an `OrtValue` on the
-            device for each of `model.bundle.spec.OUTPUT_NAMES`. If the batch is padded, the outputs
-            include results for the padding.
+            device for each of `model.bundle.spec.OUTPUT_NAMES`. On a GPU, the batch may be padded
+            with black images. The outputs then include results for these images.
         """
         session, inputs = self._prepare(bucket, images, image_sizes)
         binding = session.io_binding()

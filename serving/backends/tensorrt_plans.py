@@ -286,14 +286,15 @@ class Plan:
 def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int, int]:
     """Choose the batch sizes of a plan, and the TensorRT optimization profile of each.
 
-    The sizes are `batch_sizes(max_batch)`. A size below its profile's minimum becomes that minimum.
+    The sizes are `batch_sizes(max_batch)`. If a size is below the minimum of the profile chosen for
+    it, the minimum replaces it.
 
     Args:
         profiles: Optimization profiles of the plan, each for a range of batch sizes.
         max_batch: Maximum batch size.
 
     Returns:
-        Index in `profiles` by batch size, in ascending order of batch size.
+        Map from batch size, in ascending order, to the index of its profile in `profiles`.
 
     Raises:
         BackendError: `max_batch` exceeds the maximum of every profile.

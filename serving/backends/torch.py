@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 class TorchBackend:
     """Backend that runs one exported torch program per shape bucket (input size).
 
-    On a GPU, each program has one CUDA graph per batch size. The constructor then also limits torch
-    to one CPU thread in the whole process, because torch's idle threads would spin.
+    On a GPU, each program has one CUDA graph per batch size, and the constructor limits torch to
+    one CPU thread in the whole process.
     """
 
     name = "torch"

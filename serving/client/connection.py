@@ -215,7 +215,7 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
 
 
 def channel_state(channel: grpc.Channel) -> grpc.ChannelConnectivity:
-    """Return the connectivity of a sync channel; SHUTDOWN if gRPC reports none."""
+    """Return the connectivity of a sync channel. SHUTDOWN if gRPC does not report it in 1 s."""
     # gRPC reports the connectivity only to subscribers.
     states: SimpleQueue[grpc.ChannelConnectivity] = SimpleQueue()
     channel.subscribe(states.put)

@@ -82,9 +82,9 @@ class DetectorClient(Connection):
 
         Raises:
             TypeError: `image` is not an `ImageSource`, for example a path given as str.
-            RefusedError: The server rejected the request. The client itself raises it with status
-                INVALID_ARGUMENT if the request exceeds the server's message limit, or the file or
-                array is not a valid image.
+            RefusedError: The server rejected the request. Or the client rejected it with status
+                INVALID_ARGUMENT before sending it: the request exceeds the server's message limit,
+                or the file or array is not a valid image.
             AccessError: The server denies access to this client.
             ClosedError: The client is closed.
             ClientError: The server did not respond.
@@ -113,8 +113,8 @@ class DetectorClient(Connection):
             AccessError: The server denies access to this client.
             ClosedError: The client is closed.
             ClientError: `concurrency` consecutive requests got no response, so the server counts
-                as lost. Rejections count as responses, and so do missed deadlines while the
-                connection is up.
+                as lost. A rejection counts as a response. A missed deadline counts as a response
+                if the connection is up.
         """
         check_concurrency(concurrency)
         return self._outcomes(DeferredErrors(images), options, scheduling, concurrency)
@@ -196,7 +196,10 @@ class DetectorClient(Connection):
     def _send(
         self, image: ImageSource, options: DetectionOptions, scheduling: SchedulingOptions
     ) -> Any:
-        """Start a `Detect` call. If the request cannot be sent, return a future with the error."""
+        """Start a `Detect` call, and return its future.
+
+        If the request cannot be sent, the future's method `result` raises the error.
+        """
         try:
             request = self._request(options, scheduling, image)
             with self._translated_errors():

@@ -47,8 +47,8 @@ def request_from_image(
 ) -> pb.DetectRequest:
     """Return the request message for an image.
 
-    Arrays, and BMP and TIFF files that are given as a path, are sent as PNG.
-    The server returns `request_id`, which may be empty, with the response.
+    An array is sent as PNG. A BMP or TIFF file that is given as a path is converted to PNG.
+    `request_id` may be empty. The server returns it with the response.
 
     Raises:
         TypeError: `image` is not an `ImageSource`.
@@ -102,11 +102,12 @@ def is_large(request: pb.DetectRequest) -> bool:
 
 
 def is_unreachable(state: grpc.ChannelConnectivity) -> bool:
-    """Return whether a channel in this state could not connect to the server.
+    """Return whether `state` means that the channel failed to connect to the server.
 
-    If so, the caller must not fetch the server's limits: the fetch would fail for each image, one
-    image after the other.
+    If so, the caller must not fetch the server's limits.
     """
+    # Otherwise, each large image would wait until a fetch of the limits has failed, one image after
+    # the other.
     return state is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 
@@ -154,10 +155,12 @@ def outcome_from_stream_response(
 class DeferredErrors(Generic[_T]):
     """Wrapper of an iterable. If the iterable raises an error, the iteration ends without raising.
 
-    `check` raises the error later, so that the caller can deliver the results of the preceding
-    items first. If a stream's request iterator raised an error itself, gRPC would drop both the
-    error and the outstanding responses.
+    The error is stored, and the method `check` raises it. The caller calls `check` after it has
+    delivered the results of the preceding items.
     """
+
+    # If a stream's request iterator raised an error, gRPC would drop both the error and the
+    # outstanding responses.
 
     def __init__(self, items: Iterable[_T] | AsyncIterable[_T]) -> None:
         """Wrap an iterable. If it is sync, the wrapper supports both `for` and `async for`."""
@@ -215,9 +218,9 @@ class LostServerCheck:
         self._unanswered = 0
 
     def check(self, outcome: ImageOutcome) -> ImageOutcome:
-        """Update the counter with the outcome of the next request.
+        """Update the counter with the outcome of one request. Call it in the requests' order.
 
-        Return the outcome, or raise it if the caller should send no more requests.
+        If the caller should send no more requests, raise the outcome. Otherwise, return it.
 
         Raises:
             AccessError: The server denies access to this client.

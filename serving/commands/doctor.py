@@ -1,7 +1,7 @@
-"""Command `doctor`: check this machine; with `--tensorrt`, run TensorRT from end to end.
+"""Command `doctor`: check this machine. With `--tensorrt`, also build and test TensorRT engines.
 
-The page export/engines/README.md describes the steps of this run. `serve --doctor` also checks this
-machine, and prints its results in the same way.
+The page export/engines/README.md describes the steps of `doctor --tensorrt`. The command
+`serve --doctor` uses the functions of this module that check the machine and print results.
 """
 
 import json
@@ -157,9 +157,9 @@ STEPS: Final = (
 def doctor(tensorrt: bool, first: int) -> None:
     """Show versions and GPUs of this machine. With --tensorrt, also check TensorRT.
 
-    The check has ten steps, from the tests of the plugins to the speed of an exported model. If a
-    step fails, the later steps do not run, and the exit code is 1. `maskrcnn serve MODEL --doctor`
-    checks a bundle and the settings of a server.
+    The check has ten steps, from the list of installed packages to the speed of an exported model.
+    If a step fails, the later steps do not run, and the exit code is 1.
+    `maskrcnn serve MODEL --doctor` checks a bundle and the settings of a server.
     """
     source = click.get_current_context().get_parameter_source("first")
     if source is ParameterSource.COMMANDLINE and not tensorrt:

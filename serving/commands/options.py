@@ -176,11 +176,11 @@ def bundle_for_backend(
     buckets: Sequence[ShapeBucket] = (),
     before_export: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Return the folder of a bundle. A checkpoint or a published model is first exported to one.
+    """Return the folder of a bundle. Export a checkpoint or published model to a bundle first.
 
     Args:
-        reference: Bundle or its manifest, checkpoint, or name of a published model. For details,
-            see `bundle_from_reference`.
+        reference: Folder or manifest of a bundle, path or URL of a checkpoint, or name of a
+            published model. For details, see `bundle_from_reference`.
         backend: Backend that will run the bundle. `auto`: torch if the machine has an NVIDIA GPU,
             ONNX Runtime otherwise.
         precisions: Precisions to export. Empty: fp32.
@@ -189,7 +189,7 @@ def bundle_for_backend(
             exported, and the error is raised.
 
     Raises:
-        click.UsageError: The reference is a single graph or engine.
+        click.UsageError: The reference is the file of a graph or engine, not a bundle.
         ZooError: No published model has this name, or this package does not support the model.
         DownloadError: The download failed, or the checksum of the downloaded file is wrong.
         click.exceptions.Exit: The export failed. Its error message is on standard error.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _source(value: str) -> Path | str:
-    """Click type of an existing path, or of an address such as `s3://bucket/folder`."""
+    """Click type: return an existing path, or an address such as `s3://bucket/folder`."""
     return value if is_address(value) else Path(SOURCE(value))
 
 

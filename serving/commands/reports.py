@@ -34,8 +34,9 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
     """Return all files among `sources`, and the image files in all folders among `sources`.
 
     A file among `sources` may have any suffix. In folders, only files with a suffix in
-    `IMAGE_FILE_SUFFIXES` are used, and subfolders are not searched. Messages on standard error
-    report skipped images in unsupported formats, and folders with images in subfolders only.
+    `IMAGE_FILE_SUFFIXES` are used, and subfolders are not searched. A message is printed to
+    standard error if images in unsupported formats are skipped, or if a folder holds images only in
+    its subfolders.
 
     Raises:
         click.UsageError: There are no images, or two images would have the same COCO image ID.
@@ -74,7 +75,7 @@ def _report_skipped(names: Sequence[str]) -> None:
 
 
 def _report_nested(folder: Path) -> None:
-    """If subfolders contain images, warn that these are not read, and name one of them."""
+    """If subfolders contain images, warn that those images are not read, and name one image."""
     path = next(filter(is_image_file, folder.rglob("*")), None)
     if path is not None:
         click.echo(
@@ -85,12 +86,12 @@ def _report_nested(folder: Path) -> None:
 
 
 def check_folder(folder: Path, files: Sequence[Path], formats: Collection[ReportFormat]) -> None:
-    """Check that an output folder is writable and, for annotated images, holds no input images.
+    """Check that an output folder is writable. For annotated images, it must hold no input image.
 
     Raises:
         click.UsageError: The folder cannot be written or created. Or `formats` includes
-            `pictures`, and `folder` holds an input image or the target of an input image's
-            symbolic link.
+            `pictures`, and `folder` holds an input image. If an input image is a symbolic link,
+            both the link and its target count as input images.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -116,7 +117,7 @@ def write_report(
     folder: Path,
     formats: Collection[ReportFormat] = ("pictures", "coco"),
 ) -> None:
-    """Write the detections of each image to files as soon as they arrive.
+    """Write each image's detections to files as soon as the image's outcome arrives.
 
     Call this function from the main thread.
 
@@ -172,9 +173,10 @@ class _Report:
         self._detections = 0
 
     def add(self, path: Path, outcome: Detections | Exception) -> str | None:
-        """Write an image's annotated image and arrays, and collect its COCO results for `finish`.
+        """Write the PNG and NPZ of an input image, and store its COCO results for `finish`.
 
-        Return an error message if `outcome` is an error or the annotated image cannot be drawn.
+        Return an error message if `outcome` is an error or the PNG cannot be drawn. Otherwise,
+        return None.
         """
         self._done += 1
         if not isinstance(outcome, Detections):
@@ -200,9 +202,9 @@ class _Report:
         return None
 
     def finish(self) -> None:
-        """Write the COCO results and print the totals. If no image has succeeded, do neither.
+        """If at least one image has succeeded, write the COCO results and print the totals.
 
-        If the run ended early, first print the number of processed images, even if all failed.
+        If the run ended early, first print the number of processed images, failed ones included.
         """
         if self._done < len(self._ids):
             images = counted(len(self._ids), "image")

@@ -69,10 +69,10 @@ def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
 
 
 def _messages_per_slot(models: int) -> int:
-    """Return the maximum number of request messages in memory, divided by `queue_size`.
+    """Return the maximum number of request messages in memory as a multiple of `queue_size`.
 
-    The messages of all models count. `queue_size` is the maximum number of admission slots of one
-    model; `models` is the number of served models.
+    The messages of all models count. `models` is the number of served models. The setting
+    `queue_size` is the maximum number of admission slots of one model.
     """
     # Per model: an in-flight request, and one that waits for a slot. In addition: messages that are
     # being received, whose model is not known yet.

@@ -219,7 +219,7 @@ class Engine(Protocol[Item, Result]):
 class EngineLoader(Protocol[Item, Result]):
     """Picklable object that loads an engine in a worker process.
 
-    Messages contain `str(loader)`.
+    `str(loader)` describes the model in log messages.
     """
 
     def load(self) -> Engine[Item, Result]:

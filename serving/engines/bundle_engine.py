@@ -33,7 +33,7 @@ from .base import (
 
 @dataclasses.dataclass(frozen=True)
 class BundleLoader:
-    """Picklable loader of a bundle's engine. The fields are the arguments of `load_backend`."""
+    """Picklable loader of a bundle's engine. Its fields are passed to `load_backend`."""
 
     bundle: Path
     manifest: Manifest

@@ -1,4 +1,4 @@
-"""Types of the batches that GPU steps exchange, and helpers for events, copies and messages."""
+"""Types of the batches that GPU steps exchange, and helpers for CUDA events and copies."""
 
 import math
 import time
@@ -110,7 +110,7 @@ class InferredBatch(NamedTuple):
 
 
 class PastedBatch(NamedTuple):
-    """Batch after mask encoding: detections, masks and messages, copied to the host."""
+    """Batch after mask encoding, with detections, masks and serialised detections."""
 
     inferred: InferredBatch
     masks: MaskBatch
@@ -197,8 +197,8 @@ def boxes_in_sources(boxes: Tensor, scales: Tensor, limits: Tensor) -> Tensor:
 
     Args:
         boxes: [B, D, 4] float32 xyxy in pixels of the resized images.
-        scales: [B, 1, 4] float32, the first element of the output of `scales_and_limits`.
-        limits: [B, 1, 4] float32, the second element of that output.
+        scales: [B, 1, 4] float32, factor for each coordinate; see `scales_and_limits`.
+        limits: [B, 1, 4] float32, upper limit of each scaled coordinate.
 
     Returns:
         [B, D, 4] in pixels of the source images.
@@ -207,7 +207,7 @@ def boxes_in_sources(boxes: Tensor, scales: Tensor, limits: Tensor) -> Tensor:
 
 
 def class_table(categories: Sequence[Category], device: torch.device) -> ClassTable:
-    """Return the table of classes for `detection_messages`."""
+    """Serialise the fields of `Detection` messages that depend on the class, for each category."""
     rows = [class_fields(label, category) for label, category in enumerate(categories, 1)]
     stride = max(map(len, rows), default=0)
     padded = bytearray().join(row.ljust(stride, b"\0") for row in rows)
@@ -217,14 +217,15 @@ def class_table(categories: Sequence[Category], device: torch.device) -> ClassTa
 
 
 def message_overhead(classes: ClassTable) -> int:
-    """Return the maximum size in bytes of a serialised detection without its mask's characters."""
+    """Return the maximum size in bytes of a serialised detection, without its RLE `counts`."""
     return classes.fields.shape[1] + _FIELDS_LENGTH
 
 
 def is_serialised_on_device(request: ImageRequest) -> bool:
-    """Return whether the device is to serialise the response to a request.
+    """Return whether a request has RLE masks and the encoder `encode_detections`.
 
-    It cannot do this if a mask exceeds the encoder's buffers; see `device_response`.
+    The device serialises the response to such a request, unless a mask exceeds the encoder's
+    buffers or a class is unknown; see `device_response`.
     """
     return request.encoder is encode_detections and request.options.mask_format is MaskFormat.RLE
 
@@ -232,7 +233,7 @@ def is_serialised_on_device(request: ImageRequest) -> bool:
 def selections_of(requests: Sequence[ImageRequest]) -> NDArray[np.float64]:
     """Return each request's maximum number of detections (or infinity) and score threshold.
 
-    The array [B, 2] is the field `selections` of `DetectionBatch`, on the host.
+    The result is an array [B, 2], for the field `selections` of `DetectionBatch`.
     """
     options = [request.options for request in requests]
     return np.array(

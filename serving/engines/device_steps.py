@@ -245,7 +245,7 @@ class DeviceSteps:
             )
 
     def _serialised(self, batch: DetectionBatch) -> tuple[Tensor, Tensor]:
-        """Return the output of `detection_messages`, whose buffer can hold all detections."""
+        """Serialise the detections with `detection_messages`, in a buffer that can hold all."""
         capacity = len(batch.text) + message_overhead(self._classes) * batch.labels.numel()
         return detection_messages(batch, self._classes, capacity)
 
@@ -270,9 +270,9 @@ class DeviceSteps:
     def _detections(
         self, batch: PastedBatch, requests: Mapping[int, ImageRequest]
     ) -> dict[int, Detections]:
-        """Return the detections of some images, by the image's index in the batch.
+        """Return the detections for each of `requests`.
 
-        `requests` are the requests for these images, by the same index.
+        The keys of `requests` and of the result are the images' indices in the batch.
         """
         kept = {row: _kept_rows(batch, row, request) for row, request in requests.items()}
         depth = batch.masks.boxes.shape[1]

@@ -133,15 +133,16 @@ class HostProcessor:
         return not isinstance(source, bytes) or (len(source) <= _QUICK_BYTES and is_jpeg(source))
 
     def prepare_small(self, source: SourceImage, small: int) -> tuple[EngineItem | None, int]:
-        """Convert an image to the engine's input, if the conversion takes little host memory.
+        """Call `prepare` if it takes at most `small` bytes of host memory.
+
+        For an end-to-end engine, `prepare` is always called, because it reads only the header.
 
         Args:
             source: Encoded image, or pixels [H, W, 3] RGB.
-            small: Maximum host memory in bytes that the conversion may take.
+            small: Maximum host memory of `prepare` in bytes.
 
         Returns:
-            item: Output of `prepare`. None: `prepare` would take more than `small` bytes. Never
-                None for an end-to-end engine, because `prepare` then reads only the header.
+            item: Output of `prepare`. None: `prepare` was not called.
             memory: Host memory in bytes that the caller must reserve. If `item` is None, reserve it
                 before calling `prepare`. If the engine is end-to-end, hold the reservation until
                 the engine has decoded the image. 0: reserve nothing.

@@ -3,9 +3,10 @@
 The worker receives the engine's loader over its control connection. It replies with the engine's
 properties and one channel per concurrent batch.
 
-Channels pass arrays through shared memory. The sender writes a message to memory that both
-processes map, then sends the sizes of the message's parts through a pipe. The memory has no name:
-it is freed when the processes end and does not count against /dev/shm.
+Channels pass arrays through shared memory. The parts of a message are its pickle and the pickle's
+out-of-band buffers. The sender writes the parts to memory that both processes map, then sends their
+sizes through a pipe. The memory has no name: it is freed when the processes end and does not count
+against /dev/shm.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ class Channel:
         """Take ownership of a connection and of two file descriptors of shared memory.
 
         Args:
-            connection: Pipe that carries the sizes of the messages' parts.
+            connection: Pipe that carries the sizes of each message's pickle and buffers.
             outgoing: File descriptor of the memory for messages that this end sends.
             incoming: File descriptor of the memory for messages that this end receives.
         """
@@ -140,7 +141,7 @@ class _SharedMemory:
             self._bytes[start : start + part.nbytes] = np.asarray(part)
 
     def read(self, lengths: Sequence[int]) -> list[memoryview]:
-        """Return views of the parts of the latest message. `lengths` are their sizes in bytes."""
+        """Return views of the latest message's pickle and buffers, whose sizes are `lengths`."""
         starts, size = aligned_layout(lengths)
         if size > len(self._bytes):
             self._map()

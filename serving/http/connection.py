@@ -186,7 +186,10 @@ class HttpConnection(HttpToolsProtocol):
             self._set_slow_timer(_LINGER_S, self._close_incomplete, self.cycle)
 
     def pause_writing(self) -> None:
-        """Start to check that the client reads the response, because the write buffer is full."""
+        """Start a timer that aborts the connection if the client stops reading the response.
+
+        asyncio calls this method when the write buffer is full.
+        """
         super().pause_writing()
         waiting = self.transport.get_write_buffer_size()
         self._set_slow_timer(_STALL_S, self._check_progress, waiting)
@@ -198,9 +201,10 @@ class HttpConnection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Reject a request that cannot be parsed, and close the connection.
 
-        If earlier requests are unanswered, send only their responses. Otherwise send status 400,
-        unless the response to the invalid request was sent already. The message in the response is
-        `msg`, or the parser's error if the parser has raised one.
+        Send status 400, except in two cases. If earlier requests are unanswered, send only their
+        responses. If the invalid request has been answered before all of its body arrived, send
+        nothing. The message in the response is the parser's error, if there is one, otherwise
+        `msg`.
         """
         if self.pipeline and self.cycle.more_body:
             self.pipeline.popleft()  # the invalid request

@@ -70,7 +70,7 @@ _QueryT = TypeVar("_QueryT", bound=ModelQuery)
 
 
 class DetectionRoutes:
-    """HTTP routes below `/v1`. `DetectorService` handles them, except those for sample images."""
+    """HTTP routes below `/v1`. They call `DetectorService`, or read a bundle's sample images."""
 
     def __init__(self, service: DetectorService, transport: Transport) -> None:
         self._service = service

@@ -32,7 +32,7 @@ _SERVICE: Final = "/inference.GRPCInferenceService/"
 
 
 class OpenInferenceRoutes:
-    """HTTP routes below `/v2`, which call the same methods of `InferenceService` as gRPC."""
+    """HTTP routes below `/v2`. They call the methods of `InferenceService` that gRPC also calls."""
 
     def __init__(
         self, service: InferenceService, models: ModelRepository, transport: Transport

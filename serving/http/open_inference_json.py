@@ -102,7 +102,7 @@ def parse_json(kind: type[BaseModel], text: bytes) -> Any:
 
 
 class BinaryOutputs(NamedTuple):
-    """Selection of the outputs to return as binary data: a default, and names that differ."""
+    """Selection of the outputs to return as binary data: a default, and exceptions by name."""
 
     # Whether outputs are binary by default.
     is_default: bool

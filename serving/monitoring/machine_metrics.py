@@ -91,7 +91,7 @@ class GpuCollector(Collector):
         return gpu_bus_ids()
 
     def _read_gpus(self) -> dict[str, dict[str, float]]:
-        """Return a dict from GPU UUID to the GPU's metrics, a dict from metric name to value."""
+        """Return metric values by GPU UUID and metric name."""
         gpus = {}
         with _skip_errors("the GPUs"), _open_nvml():
             for bus_id in self._bus_ids:
@@ -135,7 +135,7 @@ def _open_nvml() -> Iterator[None]:
 def _skip_errors(subject: str) -> Iterator[None]:
     """In the `with` block, suppress NVML errors and BackendError, and log them at level debug.
 
-    `subject` names the GPU or the value for the log. Many GPUs do not report all values.
+    `subject` is the GPU or metric in the log message. Many GPUs do not report all metrics.
     """
     try:
         yield

@@ -249,7 +249,7 @@ class Metrics:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Count the bundle reload that runs within the `with` block, as a failure if it raises."""
+        """Count one bundle reload: as a failure if the `with` block raises, else as a success."""
         result = "failure"
         try:
             yield

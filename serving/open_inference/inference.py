@@ -80,9 +80,9 @@ async def infer(
     Raises:
         ImageError: an image is invalid; the message contains its index.
         InvalidRequestError: another part of the request is invalid.
-        QueueFullError: see `AdmissionController.acquire`.
+        QueueFullError: admission control rejects the request; see `AdmissionController.acquire`.
         ExpiredError: the request exceeded its time limit.
-        ServingError: see `Pipeline.detect`.
+        BackendError, BundleError: inference failed; see `Pipeline.detect`.
     """
     manifest = model.manifest
     known = [spec.name for spec in output_specs(manifest)]

@@ -182,7 +182,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         return pb.RepositoryModelUnloadResponse()
 
     async def _run_to_end(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Load or unload a model by calling `change`. A disconnected client does not cancel it."""
+        """Load or unload a model by calling `change`, even if the client disconnects meanwhile."""
         if not self._health.is_running:
             raise StoppingError("the server is starting or stopping")
         task = asyncio.create_task(change())
@@ -217,7 +217,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         await self._streams.process(requests, respond, context, in_order=True)
 
     def _image_count(self, request: pb.ModelInferRequest) -> int:
-        """Return the number of images: shape[0] of the input, or 1 if it is missing or invalid."""
+        """Return the number of images: the input's shape[0]. 1 if there is no valid shape[0]."""
         shape = request.inputs[0].shape if request.inputs else ()
         return shape[0] if shape and 1 <= shape[0] <= self._config.images_per_request else 1
 

@@ -32,21 +32,21 @@ class AdmissionController:
     - If enough slots are free and no request waits, a new request is admitted. A single connection
       can use all slots.
     - Otherwise let N be the slots that the connection holds or waits for, plus the slots of the new
-      request. If N is at most the connection's max-min fair share, the request waits. If the
-      connection has no other request, the request also waits, unless more connections have requests
-      than there are slots.
+      request. If N is at most the connection's max-min fair share, the request waits.
+    - A connection's only request waits too, unless more connections have requests than there are
+      slots.
     - Requests beyond the fair share are rejected, except requests of streams, which wait; see
       `acquire`.
     - Freed slots go to the waiting connection that holds the fewest slots; ties are resolved in
       round-robin order. If the free slots are too few for this connection's request, all other
       requests wait too, so that large requests are not overtaken forever.
 
-    The number of slots is the constructor's `capacity`, unless the server, at its recent service
-    rate, cannot compute that many images within `max_wait_s`. In that case, it is the number of
-    images that the server can compute within `max_wait_s`, but at least `min_capacity`. Requests
-    beyond the fair share that would wait longer than `max_wait_s` are therefore rejected
-    immediately, unless fewer than `min_capacity` slots are in use. Batches are also formed fairly
-    between connections, so requests within the fair share are computed within `max_wait_s`.
+    While any slot is in use, the total number of slots is the number of images that the server, at
+    its recent service rate, can compute within `max_wait_s`, but at least `min_capacity` and at
+    most the constructor's `capacity`. If at least `min_capacity` slots are in use, a request beyond
+    the fair share that would wait longer than `max_wait_s` is therefore rejected immediately.
+    Batches are also formed fairly between connections, so requests within the fair share are
+    computed within `max_wait_s`.
     """
 
     def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:
@@ -144,9 +144,9 @@ class AdmissionController:
             wait: Whether a request that exceeds its connection's fair share may wait for slots.
 
         Raises:
-            QueueFullError: `wait` is False, and `check` rejects the request. Or the queue is full
-                (the constructor's `capacity` is its size), and `_make_room` rejects this request,
-                now or when a newer request arrives.
+            QueueFullError: `wait` is False, and `check` rejects the request. Or as many requests
+                wait as the constructor's `capacity` allows, and `_make_room` rejects this one, now
+                or when a newer request arrives.
         """
         if not wait:
             self.check(peer, slots)

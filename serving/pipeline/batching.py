@@ -159,8 +159,8 @@ class Batcher(Generic[Item, Result]):
         If the calling task is cancelled while the item is queued, the item leaves the queue.
 
         Raises:
-            BackendDownError: no worker is up, the last worker that is up goes down while the item
-                is queued, or the worker process that computed the item ended.
+            BackendDownError: no worker is up, all workers go down while the item is queued, or the
+                worker process that computed the item ended.
             BackendError: the engine failed on the item's batch.
             BundleError: the model's outputs contradict the bundle's manifest.
         """
@@ -302,11 +302,11 @@ class Batcher(Generic[Item, Result]):
     def _check_backend(self, process: WorkerProcess[Item, Result]) -> None:
         """Check that a loaded process can compute the batches of the other workers.
 
-        Each process with the backend `auto` chooses a backend that runs on its GPU at that time.
+        Processes with the backend `auto` may choose different backends when they load.
 
         Raises:
-            BackendError: its engine takes images of another form than the first worker's engine
-                (encoded files instead of pixels, or vice versa), or has other input sizes.
+            BackendError: one of the two engines, of this process and of the first worker, takes
+                encoded images and the other one pixels, or their input sizes differ.
         """
         own, first = process.info, self.info
         if (own.is_end_to_end, own.buckets) != (first.is_end_to_end, first.buckets):

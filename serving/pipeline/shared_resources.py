@@ -154,11 +154,10 @@ class RateLimits:
             balances[name] -= cost
 
     def _forget(self, now: float) -> None:
-        """If there are more than `_MAX_CLIENTS` clients, drop those that have been idle longest.
+        """While there are more than `_MAX_CLIENTS` clients, drop the one that is idle longest.
 
-        A client is only dropped if its token buckets are full at time `now`, because a dropped
-        client begins with full buckets. If the client that has been idle longest cannot be dropped,
-        none is.
+        Stop if this client's token buckets are not full at time `now`. A dropped client begins
+        with full buckets.
         """
         while len(self._clients) > _MAX_CLIENTS:
             client, (before, balances) = next(iter(self._clients.items()))
@@ -174,9 +173,10 @@ class DecodeMemory:
     """Budget of host memory for decoding images.
 
     A quarter of the budget is divided equally among the threads, `small` bytes for each thread.
-    Images that need at most `small` bytes use their thread's part and never wait for memory. Larger
-    images reserve memory from the remaining three quarters and wait if too little is free.
-    Connections get memory in round-robin order; see `FairSemaphore`.
+    An image that one of these threads decodes with at most `small` bytes reserves nothing. Other
+    images, including small ones that a worker process decodes, reserve memory from the remaining
+    three quarters, and wait if too little is free. Connections get memory in round-robin order; see
+    `FairSemaphore`.
 
     Call the methods from one event loop only.
     """
@@ -184,7 +184,8 @@ class DecodeMemory:
     def __init__(self, limit: int, threads: int) -> None:
         # Size of the budget in bytes.
         self.limit = limit
-        # Images that need at most this many bytes are small. They reserve nothing.
+        # Images that need at most this many bytes are small. If a thread of this process decodes
+        # them, they reserve nothing.
         self.small = limit // (_PARTS_OF_BUDGET * threads)
         # Most memory in bytes that one image can reserve.
         self.largest = limit - threads * self.small

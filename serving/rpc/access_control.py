@@ -95,7 +95,8 @@ class AccessPolicy:
         """Check that a client may call a method, and return the client's name for rate limits.
 
         The name is the client's host if the method is public, or if there is no token_file and the
-        method neither loads nor unloads models. Otherwise, it is a hash of the client's token.
+        method neither loads nor unloads models. Otherwise, it is a hash of the client's token,
+        or of "" if the client sends no token.
 
         Args:
             method: Full method name, as `/package.Service/Method`.
@@ -235,10 +236,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._models.resources.telemetry.reject_call(method, peer, error)
 
     async def _admit(self, method: str, context: CallContext) -> None:
-        """Count a call as open until it ends. Abort it if admission control rejects it.
+        """Count a call as open until it ends. Apply admission control to `Detect` and `ModelInfer`.
 
-        Admission control applies only to `Detect` and `ModelInfer`. A rejection by admission
-        control does not raise QueueFullError.
+        If admission control rejects the call, abort the call with `context.abort`, which does not
+        raise QueueFullError.
 
         Raises:
             QueueFullError: the server or the client's connection has too many open calls.

@@ -87,7 +87,7 @@ class FrontEndServer:
         self._restarting: list[asyncio.Task[None]] = []
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
-        """Add generic handlers, as the method of `grpc.aio.Server` with the same name does."""
+        """Add generic RPC handlers, as in `grpc.aio.Server`."""
         self._generic_handlers += generic_rpc_handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:

@@ -208,11 +208,12 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 
 
 def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, int]]:
-    """Return the gRPC options of the server or, if there are any, of each front-end process.
+    """Return the gRPC options of each process that accepts gRPC connections.
 
-    `front_ends` is the number of front-end processes. Each accepts an equal share of
-    `config.max_connections`. No other limit is divided: the limit on pending calls applies to each
-    process, and the remaining limits apply to each connection.
+    `front_ends` is the number of front-end processes. 0: the server's process accepts connections.
+    Each front-end process accepts an equal share of `config.max_connections`. No other limit is
+    divided: the limit on pending calls applies to each process, and the remaining limits apply to
+    each connection.
     """
     connections = math.ceil(config.max_connections / max(1, front_ends))
     ports = 1 if front_ends or config.http_port is None else 2
@@ -240,7 +241,7 @@ def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, 
 
 
 def allowed_connections(wanted: int, ports: int) -> int:
-    """Return how many connections per port the limit on open files allows, up to `wanted`.
+    """Return the number of connections per port, up to `wanted`, that the open-file limit allows.
 
     First, the soft limit on the process's open files is raised as far as needed, up to the hard
     limit. Front-end processes inherit the raised limit.

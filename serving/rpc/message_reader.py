@@ -265,11 +265,11 @@ def check_message(message: bytes, kind: Descriptor) -> None:
 def _walk(
     message: bytes, start: int, end: int, kind: Descriptor, prefix: str
 ) -> Iterator[tuple[str, _Field]]:
-    """Yield a pair `(path, field)` per field in `message[start:end]`, including nested messages.
+    """Yield `(path, field)` for each field in `message[start:end]`, including nested fields.
 
-    `kind` is the message type. The offsets in `field` refer to `message`. If a field is a string or
-    packed varints, it counts towards `_MAX_LISTED_BYTES`, and `path` is `prefix` plus the field's
-    name. For all other fields, `path` is empty.
+    `kind` is the type of the message. The byte offsets in `field` refer to `message`. `path` is
+    `prefix` plus the field's name if the field is a string or packed varints. These fields count
+    towards `_MAX_LISTED_BYTES`. For all other fields, `path` is empty.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)

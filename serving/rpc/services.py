@@ -123,8 +123,8 @@ class DetectorService:
             admission: Context manager that holds an admission slot. None: acquire a slot from the
                 model's `AdmissionController`.
             finish: Function that converts the encoder's result to the value to return. It runs in a
-                thread of this process. The encoding time includes the wait for the thread and the
-                run. None: return the encoder's result.
+                thread of this process. Its run time and its wait for the thread are added to
+                `encode_us` of the timing. None: return the encoder's result.
             finish_memory: Peak memory of `finish` in bytes per pixel of the image.
 
         Returns:
@@ -135,9 +135,11 @@ class DetectorService:
             ModelNotFoundError: no served model has the name in the request.
             UnloadedError: the model is unloaded.
             RateLimitError: the client exceeded its limit of requests or images per second.
-            QueueFullError: see `AdmissionController.acquire`.
+            QueueFullError: admission control rejects the request; see
+                `AdmissionController.acquire`.
             ExpiredError: the request exceeded its time limit.
-            ImageError, ServingError: see `Pipeline.detect`.
+            ImageError: the image is invalid; see `Pipeline.detect`.
+            BackendError, BundleError: inference failed; see `Pipeline.detect`.
         """
         pipeline = self._pipeline_of(request)
         model = pipeline.model

@@ -26,9 +26,8 @@ class Streams(Generic[Request]):
     """Open request streams of a gRPC service.
 
     Each image of a request needs an admission slot. If too few slots are free, a request of a
-    stream waits for them. A unary request is rejected if it exceeds its connection's fair share.
-    While a request waits, no further request is read from its stream, so HTTP/2 flow control slows
-    the client down.
+    stream waits for them, even if it exceeds its connection's fair share of the slots. While it
+    waits, no further request is read from its stream, so HTTP/2 flow control slows the client down.
     """
 
     def __init__(

@@ -101,12 +101,12 @@ def _curves_of_pycocotools(
 def _curves_by_class(
     ground_truth: dict[str, Any], results: Mapping[IouType, list[dict[str, Any]]]
 ) -> dict[IouType, Curves]:
-    """Compute curves with faster-coco-eval, in one run per class that has ground truth.
+    """Compute curves with faster-coco-eval, in one evaluation per class that has ground truth.
 
-    A run includes only the images that have ground truth or detections of its class.
-    The time of a run is proportional to images x classes. Most classes occur in few images, so all
-    runs together take less time than one run for all classes.
+    Each evaluation includes only the images that have ground truth or detections of its class.
     """
+    # The time of an evaluation is proportional to images x classes. Most classes occur in few
+    # images, so these evaluations take less time than one evaluation of all classes.
     classes = len(ground_truth["categories"])
     shape = (10, 101, classes, len(AREAS), len(LIMITS))
     curves = {t: Curves(np.full(shape, -1.0), np.full((10, *shape[2:]), -1.0)) for t in results}
@@ -159,9 +159,9 @@ _inherited_tasks: list[_ClassTask] = []
 
 
 def _initialise_process(tasks: list[_ClassTask]) -> None:
-    """Store the tasks that this process inherits from the main process.
+    """Initialise a forked process: store the tasks that it inherits from the main process.
 
-    Also let signals end this process at once, without a traceback.
+    SIGINT and SIGTERM then end the forked process at once, without a traceback.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

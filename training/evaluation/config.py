@@ -35,8 +35,8 @@ def load_evaluation_config(
     `model`, overrides may change only keys that do not affect training, such as `roi.nms_iou`.
 
     Raises:
-        ConfigError: As in `validated_config`, or an override changes a key of `model` that affects
-            training.
+        ConfigError: The configuration is invalid (see `validated_config`), or an override changes a
+            key of `model` that affects training.
     """
     trained = checkpoint.model_config.model_dump(mode="json")
     config = validated_config(source, overrides, {"model": trained})

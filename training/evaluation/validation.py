@@ -75,8 +75,8 @@ class Validation:
             model: Model to evaluate. It is not changed.
             progress: Progress bars from `terminal_progress`.
             report: HTML file for a report. None: write no report.
-            iteration: Number of iterations that the model was trained for. 0: unknown. It is part
-                of the name of the PNG file with drawn images.
+            iteration: Number of iterations that the model was trained for. 0: unknown. The PNG file
+                with drawn images is named after this number.
 
         Returns:
             Metrics by name, the same on all ranks. The dictionary is empty if
@@ -115,8 +115,8 @@ class Validation:
         """On rank 0, draw validation images with a model's detections to a PNG file.
 
         The key `evaluation.draw_images` is the number of images. If it is 0, draw nothing. After
-        10 %, 30 % and 100 % of the run's iterations, also join the drawings made so far at these
-        three points into `progress.png`.
+        10 %, 30 % and 100 % of the run's iterations, also write `progress.png`, which stacks those
+        of these three drawings that exist so far.
 
         Args:
             model: Model to evaluate. It is not changed.

@@ -1,4 +1,4 @@
-"""Model and preprocessing of the initial weights of a fine-tuning."""
+"""Initial model of a fine-tuning, with its preprocessing, from the key `weights`."""
 
 import torch
 
@@ -19,10 +19,9 @@ _MIN_SIZE, _MAX_SIZE = 800, 1333
 def initial_checkpoint(reference: str | None) -> Checkpoint:
     """Return the model and preprocessing that a fine-tuning starts from.
 
-    If the weights are those of a backbone only, the settings of all other layers are defaults. If
-    the weights are random, the model is the default model with group norm. In both cases, the
-    preprocessing is the default, and the returned weights are on the device `meta`, because only
-    their shapes are used.
+    If `reference` contains weights of a backbone only, all settings that they do not determine are
+    defaults. If `reference` is None, the model is the default model with group norm. In these two
+    cases, the input size is the default, and the returned weights are on the device `meta`.
 
     Args:
         reference: Value of the configuration key `weights`. None: random weights.
@@ -48,6 +47,7 @@ def initial_checkpoint(reference: str | None) -> Checkpoint:
 
 
 def _with_defaults(config: ModelConfig) -> Checkpoint:
+    # Only the shapes of these weights are used.
     with torch.device("meta"):
         weights = MaskRCNN(config).state_dict()
     return Checkpoint(

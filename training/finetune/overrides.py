@@ -15,8 +15,7 @@ from ..config_sources import CONFIG_FILE
 def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Validate overrides of `TrainConfig`. Return only the overridden values, by dotted key.
 
-    A value that contradicts the default of another key is accepted, because `plan_finetuning` later
-    fits the other key to the overrides.
+    A value that contradicts the default of another key is accepted.
 
     Args:
         path: Path of the data set, used as a placeholder for the required paths of `data.train`.
@@ -61,7 +60,7 @@ def resumed_config(output: Path, overrides: Sequence[str], given: Mapping[str, A
         given: The values in `overrides` by dotted key.
 
     Raises:
-        ConfigError: As in `load_config`.
+        ConfigError: The run's configuration file is missing or invalid, or an override is invalid.
     """
     source = str(output / CONFIG_FILE)
     config = load_config(source, overrides)

@@ -178,15 +178,16 @@ def _input_size(
 
 
 def _given_buckets(given: Mapping[str, Any]) -> tuple[ShapeBucket, ...]:
-    """Return the shape buckets that the user has set, without invalid ones. Empty: none is set."""
+    """Return the valid shape buckets that the user has set. Empty: no valid bucket is set."""
     buckets = TypeAdapter(tuple[ShapeBucket, ...]).validate_python(given.get("data.buckets", ()))
     return tuple(bucket for bucket in buckets if bucket.is_multiple_of_step)
 
 
 def _other_side(buckets: Sequence[ShapeBucket], side: int) -> int:
-    """Return the maximum length in pixels of an image's other side if one side has `side` pixels.
+    """Return the maximum length of the other side of an image with one side of `side` pixels.
 
-    The image must fit one of the buckets as landscape, and one as portrait. 0: no length fits.
+    Up to this length in pixels, the image fits into a bucket if `side` is its height, and also if
+    `side` is its width. 0: no length fits.
     """
     widths = (bucket.width for bucket in buckets if bucket.height >= side)
     heights = (bucket.height for bucket in buckets if bucket.width >= side)
@@ -215,8 +216,9 @@ def _batch(
 ) -> tuple[int, str]:
     """Return the number of images per step over all processes, and the reason.
 
-    `pixels` is the number of pixels of a padded image. `accumulate` is the number of passes per
-    step. The result is divisible by the number of processes times `accumulate`.
+    `pixels` is the number of pixels of a padded image. `accumulate` is the number of forward
+    and backward passes per step. The number of images is divisible by the number of processes times
+    `accumulate`.
     """
     fitting = int(_usable_memory(machine) / _PIXEL_MEMORY[machine.device] / pixels)
     # Limit the batch, because a small data set needs many steps rather than large batches.
@@ -235,10 +237,10 @@ def _batch(
 def _images_to_see(
     images: ImageStatistics, start: Checkpoint, machine: Machine, pixels: int, length: int
 ) -> tuple[int, str]:
-    """Return the length of the run as a number of images (with repetitions), and the reason.
+    """Return the number of images to train on, counted once per epoch, and the reason.
 
-    The number of epochs is `length` times the result of `finetuning_epochs`. `length` is 1, or
-    larger if training starts from random weights. On a CPU, the run can be shorter. `pixels` is the
+    The run has `length` times as many epochs as `finetuning_epochs` returns, or fewer on a CPU. The
+    factor `length` is 1 for pretrained weights, and larger for random weights. `pixels` is the
     number of pixels of a padded image.
     """
     epochs = length * finetuning_epochs(images.count)

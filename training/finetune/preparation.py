@@ -100,9 +100,10 @@ class Finetuning:
 
     @property
     def replaced_predictors(self) -> tuple[str, ...]:
-        """Names of layers that start from random weights instead of the initial weights.
+        """Names of layers that are not loaded, because the number of classes differs.
 
-        There are such layers if the initial weights have another number of classes than the data.
+        These layers start from random weights. The tuple is empty if the initial weights have the
+        data set's number of classes, are those of a backbone only, or are random.
         """
         if self.config.weights is None or not self.start.categories:
             return ()
@@ -134,7 +135,7 @@ def prepare_finetuning(
     written to the folder `output/data`.
 
     Args:
-        path: Path of the data set, as for `recognize_layout`.
+        path: Folder of a data set, YAML file of a YOLO data set, or COCO annotation file.
         overrides: Values of `TrainConfig` that the user sets, as `key.path=value`. All other values
             are fitted to them.
         given: The values in `overrides` by dotted key, such as "solver.base_lr".

@@ -31,14 +31,15 @@ class ChosenSplits:
 def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     """Choose the training and the validation set, and write the converted annotations.
 
-    If there is no validation split, 10 % of the training images are held out by a hash of their
-    file names, so that a larger version of the data set holds out the same images. Other splits,
-    such as `test`, are not used.
+    If there is no validation split, 10 % of the training images are held out for validation. A hash
+    of the file names selects them. A larger version of the data set therefore holds out the same
+    images, and more. Other splits, such as `test`, are not used.
 
     Args:
         layout: The recognised data set.
-        folder: Folder for written annotation files. A converted split is written to `NAME.json`. If
-            images are held out, the two parts are written to `train.json` and `val.json`.
+        folder: Folder for COCO annotation files. Each split that must be converted is written to a
+            file with the name of the split, such as `valid.json`. If there is no validation split,
+            the training and the held-out images are written to `train.json` and `val.json`.
 
     Raises:
         DataError: There are several splits, and no name contains "train". More than one split could
@@ -86,7 +87,7 @@ def _prepared(
     """Return the paths of a split's images and COCO file.
 
     If the annotations must be converted, write the COCO file to `folder`. Entries that cannot be
-    converted are left out, and `faults` gets their names by reason.
+    converted are left out, and their names are added to `faults`, with the key `SPLIT: REASON`.
     """
     if split.convert is None:
         return split.config

@@ -64,7 +64,7 @@ def instance_from_annotation(
         label_by_category: Label (1 is the first class) by category id.
 
     Returns:
-        The instance, and the reason of each repair of the entry.
+        The instance, and a description of each repair made to the entry.
 
     Raises:
         InvalidAnnotationError: The category, box, segmentation or `iscrowd` is invalid.
@@ -102,7 +102,7 @@ def instance_from_annotation(
 def is_possible_area(area: Any, height: int, width: int) -> bool:
     """Return whether a value is a plausible area in an image of `height` x `width` pixels.
 
-    Plausible areas range from 0 to the square of ten times the longer side, in square pixels.
+    Plausible areas are numbers from 0 to `(10 * max(height, width)) ** 2`, in square pixels.
     """
     # Evaluation would ignore objects of a negative area, and those above 10^10 square pixels.
     return isinstance(area, _NUMBERS) and 0 <= area <= float(MAX_EXTENT * max(height, width)) ** 2

@@ -37,8 +37,8 @@ def with_ids_of(dataset: CocoDataset, known: Sequence[Category]) -> tuple[Catego
     of the data set with the same ids, no id changes.
 
     Raises:
-        ConfigError: The model lacks a category of the data set. Or the ids differ, and several
-            classes have the same name.
+        ConfigError: The model lacks a category of the data set. Or an id would have to change, and
+            several categories of the data set, or several classes, have the same name.
     """
     check_categories(dataset, known)
     if set(dataset.categories) <= set(known):

@@ -25,17 +25,19 @@ _FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
 def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     """Find the annotation files `annotations/[instances_]<split>.json` and their image folders.
 
-    The image folder of a split is the first of these folders that contains an image of the split:
+    The image folder of a split is the first folder in this list that contains any of the first
+    five images of the split:
 
-    1. Subfolders of `folder` and of `folder/images` whose name is the end of the split's name
-       (`val2014/` for `minival2014`) or a synonym of it (`valid/` for `val`), longest name first.
-    2. `folder/images`, unless a subfolder of it is named after another split.
+    1. Subfolders of `folder` and of `folder/images` that are named after the split, longest name
+       first. The split's name must end with the subfolder's name (`val2014/` for `minival2014`), or
+       the names must be synonyms (`valid/` for `val`).
+    2. `folder/images`, unless it has a subfolder that is named after another split.
     3. `folder`.
     4. All other subfolders of `folder` and of `folder/images`. A subfolder is excluded if it is
-       named after another split that lists some of the same file names.
+       named after another split, and the other split lists any of the same five file names.
 
-    If none contains an image of the split, the first folder of groups 1 and 2 is chosen. Splits
-    without an image folder are skipped with a warning.
+    If all of these folders lack the five images, the first folder of steps 1 and 2 is chosen.
+    Splits without an image folder are skipped with a warning.
 
     Raises:
         DataError: There is no annotation file, or no split has an image folder.
@@ -122,9 +124,10 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
 
 
 def _is_named(place: Path, split: str) -> bool:
-    """Return whether a folder is named after a split, as `val2014` is after `minival2014`.
+    """Return whether a folder is named after a split, ignoring the case of letters.
 
-    The split's name must end with the folder's name, or be a synonym of it, as `val` of `valid`.
+    The split's name must end with the folder's name (`val2014/` for `minival2014`), or the names
+    must be synonyms (`valid/` for `val`).
     """
     name, split = place.name.lower(), split.lower()
     return split.endswith(name) or _SYNONYMS.get(name, name) == _SYNONYMS.get(split, split)
@@ -133,8 +136,8 @@ def _is_named(place: Path, split: str) -> bool:
 def _lists_other_images(place: Path, names: Sequence[str], others: Mapping[str, Path]) -> bool:
     """Return whether an image folder probably belongs to another split.
 
-    The result is True if the folder is named after another split, and this split's annotation file
-    lists some of the file names `names`. Equal file names then stand for different images.
+    The result is True if the folder is named after another split, and the other split's annotation
+    file lists any of `names`. In this case, equal file names stand for different images.
 
     Args:
         place: The folder.

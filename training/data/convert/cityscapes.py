@@ -110,7 +110,7 @@ def _object_from(value: int) -> LabelledObject | None:
 def _draw_polygons(path: Path) -> NDArray[np.int64]:
     """Rasterize a polygon file to `[H, W]`, with pixel values as in `*_gtFine_instanceIds.png`.
 
-    Later polygons cover earlier ones.
+    Polygons are drawn in the order of the file. Each covers those drawn before it.
     """
     try:
         frame = _Frame.model_validate_json(path.read_bytes())

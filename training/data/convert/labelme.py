@@ -59,9 +59,9 @@ def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
     """Read the LabelMe files `files` of the data set in `folder`.
 
     A file below a folder such as `train`, `val` or `test` belongs to the split of this name. All
-    other files belong to the split `all`. In a file, shapes with the same label and `group_id` are
-    one object, but each shape of type `mask` is an object of its own. Labels become classes in
-    alphabetical order.
+    other files belong to the split `all`. In a file, shapes with the same label and `group_id` form
+    one object. Shapes without `group_id` and shapes of type `mask` are separate objects. Labels
+    become classes in alphabetical order.
 
     Raises:
         DataError: No file has a labelled shape that encloses an area, such as a `polygon`.

@@ -49,7 +49,8 @@ class LayoutSplit:
         """Read and validate the annotations.
 
         Args:
-            on_broken: "skip": skip invalid entries with a warning. "refuse": raise `DataError`.
+            on_broken: "skip": skip invalid entries with a warning. "refuse": raise `DataError` if
+                an entry is invalid.
 
         Raises:
             DataError: The conversion fails, or `CocoDataset` rejects the annotations.
@@ -67,9 +68,10 @@ class DataLayout:
 
 
 def recognize_layout(path: Path) -> DataLayout:
-    """Recognise the layout of a data set folder, of a YAML file of YOLO, or of a COCO file.
+    """Recognise the layout of a data set, and find its splits.
 
-    The images of a COCO file must be in the folder of this file or in its subfolders.
+    `path` is the data set's folder, YAML file (YOLO) or COCO file. The images of a COCO file must
+    be in the folder of this file or in its subfolders.
 
     Raises:
         DataError: The layout is unknown, or the data set is incomplete.

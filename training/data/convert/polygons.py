@@ -15,8 +15,8 @@ def annotation_from_polygons(category_id: int, polygons: Sequence[Points]) -> di
 
     Args:
         category_id: Category of the object.
-        polygons: One polygon `[N, 2]` (x, y) in pixels, with N >= 3, per visible piece of the
-            object.
+        polygons: Outlines of the object's visible regions in pixels, each `[N, 2]` (x, y) with
+            N >= 3.
     """
     points = np.concatenate(polygons)
     low, high = points.min(axis=0), points.max(axis=0)

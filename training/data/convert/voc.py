@@ -104,11 +104,12 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
 def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:
     """Return whether the image's XML file marks an annotated object as difficult.
 
+    The object is matched to the box of the same class that has the highest IoU with the object's
+    box. If no box has this class, or the IoU is below `_MATCH_IOU`, the result is False.
+
     Args:
-        annotation: Annotation of the object.
-        boxes: All boxes in the XML file. The object's box is the one of the same class with the
-            highest IoU with the annotation's box. If there is no such box, or its IoU is below
-            `_MATCH_IOU`, return False.
+        annotation: COCO annotation of the object.
+        boxes: All boxes in the XML file.
     """
     name = CATEGORIES[annotation["category_id"] - 1].name
     same_class = [box for box in boxes if box.name == name]

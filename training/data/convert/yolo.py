@@ -54,8 +54,8 @@ def yolo(file: Path) -> ForeignDataset:
     `images/a.txt` or `images/labels/a.txt`.
 
     Raises:
-        DataError: The file cannot be read, is invalid, or has no classes. The split `train`, or
-            every split, has no images. No image of `train` has a label file.
+        DataError: The file cannot be read, is invalid, or has no classes. No split has images,
+            or `train` is listed but has no images. No image of `train` has a label file.
     """
     content = _read_yaml(file)
     found = _find_splits(file, content)
@@ -97,7 +97,7 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
 def _source_splits(
     file: Path, found: Mapping[str, FoundImages], labels: Mapping[Path, Path]
 ) -> dict[str, SourceSplit]:
-    """Return the splits by name. Label files without an image are listed in the split's faults.
+    """Return the splits by name. The faults of a split list its label files without an image.
 
     Args:
         file: YAML file. The paths in the faults are relative to the folder of this file.

@@ -55,8 +55,8 @@ def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
     """Return the label files for which no image with the same stem exists, sorted by path.
 
     Args:
-        label_files: Label file by image file. All folders that contain one of these label files are
-            searched.
+        label_files: Label file by image file, for images that have one. The folders of these label
+            files are searched for other label files, and the folders of the images for images.
     """
     image_folders: dict[Path, set[Path]] = defaultdict(set)
     for image, labels in label_files.items():
@@ -108,7 +108,7 @@ def _resolve(folder: Path, root: str, text: str) -> Path | None:
 
 
 def label_paths(image: Path) -> list[Path]:
-    """Return the paths at which the label file of an image may be, the usual one first."""
+    """Return the possible paths of an image's label file. The most common path comes first."""
     file = image.with_suffix(".txt")
     parts = file.parts[:-1]
     paths = [

@@ -31,9 +31,9 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
     Args:
         content: The data set.
         shares: Share of the images, 0 to 1, by name of the part, such as `val`. The parts are
-            filled in this order. The remaining images become the part `train`. Each part gets at
-            least one annotated image. If only one is left, `train` gets it. An image and its
-            augmented copies count as one.
+            filled in the order of this mapping. The remaining images become the part `train`. Each
+            part gets at least one annotated image. If only one annotated image is left, `train`
+            gets it, and the other part stays empty. An image and its augmented copies count as one.
 
     Returns:
         Content by name of the part, with `train` first.
@@ -70,9 +70,9 @@ def repeated_classes(content: Content) -> dict[str, list[int | str | None]]:
 def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, SourceContent]:
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
-    All entries of the same image file become one image with all annotations of the file. Files are
-    searched with `find_image_paths`. A file that is not found keeps its listed path. The following
-    entries are dropped, and listed in the `faults` of the result:
+    All entries of the same image file become one image with all annotations of the file. Image
+    files are located with `find_image_paths`. If a file is not found, its listed path is kept. The
+    following entries are dropped, and listed in the `faults` of the result:
 
     - images without id or file name
     - images with the same id as an earlier image of the same data set

@@ -13,8 +13,8 @@ def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[
         train: Split for training, which determines the classes of the model. None: there is none.
 
     Returns:
-        Class names or error messages, by description of the problem. If the training split has no
-        objects, the entry for this problem contains the path of the split's annotations.
+        Class names or error messages, by description of the problem. If `dataset` is the training
+        split and has no objects, "no objects to train on" maps to the path of its annotations.
     """
     findings = {}
     if similar := similar_names(category.name for category in dataset.categories):

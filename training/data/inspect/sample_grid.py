@@ -94,7 +94,7 @@ def compared_samples(
     categories: tuple[Category, ...],
     title: str,
 ) -> list[GridSample]:
-    """Return an image as two samples: with its ground truth, and with `detections` and `title`."""
+    """Return two samples of an image: its ground truth, and `detections` with the title `title`."""
     return [
         GridSample(record, categories, title="annotated"),
         GridSample(replace(record, instances=detections), categories, title=title),
@@ -207,5 +207,5 @@ def _wrapped(text: str) -> str:
 
 
 def drawable(text: str) -> str:
-    """Return the text with U+FFFD, the replacement character, instead of lone surrogates."""
+    """Replace each lone surrogate in a text by U+FFFD, the replacement character."""
     return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)

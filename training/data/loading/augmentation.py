@@ -87,13 +87,14 @@ class Augmentation:
     def transform(self, sample: Sample, limits: tuple[int, int]) -> Sample:
         """Apply the transforms other than resizing and copy-paste to a resized sample.
 
-        If `changes_outlines` is True, the sample must have masks of the whole image. In this case,
-        the result is cropped to `limits` at a random position, its boxes are computed from the
-        masks, and objects without a visible pixel are dropped.
+        The attribute `changes_outlines` is True if a transform can change masks in another way than
+        by a flip. In this case, the sample must have masks of the whole image. The result is
+        cropped to `limits` at a random position, its boxes are computed from the masks, and objects
+        without a visible pixel are dropped.
 
         Args:
             sample: Resized image with its ground truth.
-            limits: Maximum height and width of the result. Not used unless `changes_outlines`.
+            limits: Maximum height and width of the result. Ignored if `changes_outlines` is False.
         """
         height, width = sample.size
         # Copy flipped arrays, because torch supports no negative strides. `np.ascontiguousarray`

@@ -124,7 +124,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         Args:
             index: Index into `records`.
             iteration: Training iteration. Together with `position`, it seeds all random choices.
-            position: Position of the image in the global batch.
+            position: Position of the image in the global batch (images of all ranks).
 
         Raises:
             ImageError: The file cannot be read, or the image does not have the annotated size.

@@ -13,11 +13,12 @@ from ..coco.dataset import ImageRecord
 from ..coco.segmentation_masks import Segmentation
 
 
+# Forked processes would not keep sharing the memory of a tuple of records: reading a Python object
+# changes its reference count, and the operating system then copies the object's memory page.
 class PackedRecords:
     """Sequence of image records in one block of bytes. Each access unpacks a record.
 
-    Forked processes share the memory of the block. They would not keep sharing a tuple of records:
-    reading a Python object changes its reference count, which copies the object's memory page.
+    Forked processes share the memory of the block.
     """
 
     def __init__(self, records: Iterable[ImageRecord]) -> None:

@@ -94,9 +94,9 @@ class GlobalBatches:
     def _repeated(
         self, members: NDArray[np.int64], size: int, rng: np.random.Generator
     ) -> NDArray[np.int64]:
-        """Repeat each image index in `members` as often as its repeat factor, on average.
+        """Return `size` image indices from `members` in random order, with repetitions.
 
-        Return `size` indices in random order.
+        The average number of occurrences of an index is proportional to its repeat factor.
         """
         assert self._factors is not None
         # Use systematic sampling: each image occurs floor(factor) or ceil(factor) times, and all

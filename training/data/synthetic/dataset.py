@@ -76,7 +76,8 @@ def draw_dataset(
         config: Settings of the data set.
         workers: Number of processes. The files do not depend on this number. None: one per core
             that this process may use.
-        overwrite: Also delete the images of an earlier, larger data set that are not overwritten.
+        overwrite: Delete the images of an earlier, larger data set that the new one does not
+            replace. Files with the same name are always replaced.
         on_image: Called after each image.
 
     Raises:
@@ -109,7 +110,7 @@ def _delete_surplus_images(folder: Path, count: int) -> None:
 
 
 def with_synthetic_data(config: TrainConfig) -> TrainConfig:
-    """Return a configuration with synthetic data sets, to measure training speed.
+    """Return a copy of a configuration that uses synthetic data sets, to measure training speed.
 
     The images are `data.max_size` pixels wide and `data.min_size` high, or the reverse. Each side
     has at least 64 pixels. If `output_dir` does not contain the images, this function draws and
@@ -197,8 +198,8 @@ def _draw_image(folder: Path, config: SyntheticConfig, split: str, index: int) -
 def annotation_from_object(scene_object: SceneObject) -> dict[str, Any]:
     """Return the COCO annotation of an object's visible part, without `id` and `image_id`.
 
-    The segmentation of crowds and of objects with holes is an RLE. Other objects have one polygon
-    per visible piece.
+    The segmentation of a crowd, of an object with holes, or of an object with only tiny visible
+    regions is an RLE. Other objects have one polygon per connected visible region.
     """
     height, width = scene_object.visible.shape
     rings = _rings_from_coverage(scene_object.visible)
@@ -225,10 +226,10 @@ _Pieces = tuple[list[NDArray[np.float64]], list[NDArray[np.uint32]]]
 
 
 def _rings_from_coverage(coverage: NDArray[np.float32]) -> list[NDArray[np.float64]]:
-    """Return the outline `[N, 2]` (x, y) in pixels of each visible piece of an object.
+    """Return the outline `[N, 2]` (x, y) in pixels of each connected visible region of an object.
 
-    `coverage` is `[H, W]`, the fraction of each image pixel in which the object is visible.
-    Pieces below `_MIN_PIECE_PIXELS` are left out. The list is empty if a piece has holes.
+    `coverage` is `[H, W]`, the fraction of each image pixel in which the object is visible. Regions
+    smaller than `_MIN_PIECE_PIXELS` are left out. If a region has holes, the list is empty.
     """
     height, width = coverage.shape
     rows, columns = (np.flatnonzero(coverage.any(axis)) for axis in (1, 0))
