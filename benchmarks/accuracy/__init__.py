@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from ...model.bundle.manifest import Precision
+from ...model.bundle.manifest import MANIFEST_NAME, Precision
 from ...model.plurals import counted
 from ...serving.config import BackendName
 from ...training.config import EvaluatorName
@@ -92,6 +92,10 @@ def evaluate(
     coco_results.pth, which torch.load reads. If a metric is below evaluation.expected, the exit
     code is 1.
     """
+    if data is not None and _is_model(Path(data)):
+        raise click.UsageError(
+            f"{data} is a model, not a data set; give the model first, and the data set after it"
+        )
     given = {name: value for name, value in options.items() if value is not None}
     as_bundle = Path(model).is_dir() or not given.keys().isdisjoint(_BUNDLE_OPTIONS)
     if as_bundle or (data is not None and _is_folder(data)):
@@ -248,6 +252,10 @@ def _validation_set_of_config(
 
 def _overrides_from(given: Mapping[str, Any]) -> list[str]:
     return [f"evaluation.{key}={given[name]}" for name, key in _KEYS.items() if name in given]
+
+
+def _is_model(path: Path) -> bool:
+    return path.suffix == ".pth" or (path / MANIFEST_NAME).is_file()
 
 
 def _is_folder(source: str) -> bool:

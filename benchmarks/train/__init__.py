@@ -5,6 +5,7 @@ from typing import get_args
 
 import click
 
+from ...model.plurals import counted
 from ..common.record import json_option, output_option, publish
 from .measure import (
     TrainPeer,
@@ -64,6 +65,8 @@ def train(
     as for `maskrcnn train`. Runs with the same seed start from the same weights and use the same
     batches. No run writes a checkpoint.
     """
+    import torch
+
     from ...training.config import load_config
     from ...training.data.synthetic.dataset import with_synthetic_data
     from ...training.distributed import local_device
@@ -74,6 +77,12 @@ def train(
             "--warmup, or raise --iterations"
         )
     if gpus is not None:
+        # Otherwise, the error would name the key `device`, which the user has not set.
+        if gpus > (available := torch.cuda.device_count()):
+            raise click.UsageError(
+                f"--gpus {gpus}, but torch sees {counted(available, 'GPU')}; lower this option, or "
+                "leave it out"
+            )
         overrides += (f"device={','.join(map(str, range(gpus)))}",)
     train_config = load_config(config, overrides)
     if use_synthetic_data:

@@ -126,6 +126,8 @@ def test_result_files_are_written_to_the_output_folder(
         (("1x", "model.roi.nms_iou=0.4"), "model.roi.nms_iou does not apply to a bundle"),
         (("quick", "data.val=null"), "set data.val.images"),
         (("no-such",), "no-such is neither"),
+        (("{bundle}",), "is a model, not a data set"),
+        (("model_final.pth",), "is a model, not a data set"),
         (("{folder}", "--precision", "tf32"), "no tf32 onnx artifact"),
         (("{folder}", "--precision", "bf16"), "ONNX Runtime does not compute in bf16"),
     ],
@@ -133,7 +135,7 @@ def test_result_files_are_written_to_the_output_folder(
 def test_arguments_that_a_bundle_does_not_have(
     bundle: Path, folder: Path, words: tuple[str, ...], fact: str
 ) -> None:
-    answer = _evaluate(bundle, *(word.format(folder=folder) for word in words))
+    answer = _evaluate(bundle, *(word.format(folder=folder, bundle=bundle) for word in words))
     assert answer.exit_code != 0
     assert fact in answer.output + str(answer.exception)
 

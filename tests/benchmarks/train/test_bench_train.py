@@ -136,8 +136,14 @@ def test_torchvision_is_not_trained_with_other_conventions(config_path: Path):
 
 
 def test_devices_that_contradict_the_processes(config_path: Path):
-    result = CliRunner().invoke(train, [str(config_path), "processes=3", "--gpus", "2"])
+    result = CliRunner().invoke(train, [str(config_path), "processes=3", "device=0,1"])
     assert isinstance(result.exception, ConfigError)
+
+
+def test_more_gpus_than_there_are(config_path: Path):
+    result = CliRunner().invoke(train, [str(config_path), "--gpus", "100"])
+    assert result.exit_code == 2
+    assert "--gpus 100" in result.output
 
 
 def test_page_and_plots(tmp_path: Path):
