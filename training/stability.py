@@ -28,7 +28,7 @@ class Stability(NamedTuple):
 
     @property
     def deviation(self) -> dict[str, float]:
-        """Sample standard deviation over the seeds of each metric that all runs have."""
+        """Sample standard deviation, over all runs, of each metric that all runs have."""
         return {name: statistics.stdev(values) for name, values in self._values().items()}
 
     def _values(self) -> dict[str, list[float]]:

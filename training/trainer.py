@@ -125,7 +125,10 @@ class Trainer:
         return self.worker.world_size > 1 and self._compiles() and not self._has_changing_buffers()
 
     def _over_ranks(self) -> nn.Module:
-        """Return the model, wrapped in DistributedDataParallel if this sums the gradients."""
+        """Return the model. Wrap it if DistributedDataParallel is to sum the gradients.
+
+        The model is not wrapped if there is one rank, or if `GradientSum` sums the gradients.
+        """
         if self.worker.world_size == 1 or self._gradient_sum is not None:
             return self.model
         return DistributedDataParallel(self.model, broadcast_buffers=self._has_changing_buffers())

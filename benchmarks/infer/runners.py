@@ -121,7 +121,7 @@ def first_bucket(path: Path) -> ShapeBucket:
 
 
 class BundleRunner:
-    """Runner of a bundle on one backend, for one input size."""
+    """Runner of a bundle (exported model) on one backend, for one input size."""
 
     def __init__(
         self,

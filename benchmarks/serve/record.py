@@ -175,8 +175,8 @@ def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
         verdict = f"; the goal of {_GOAL:.0%} is {format_verdict(share >= _GOAL)}"
     return (
         f"{load_name(best.load)}: {best.images_per_second:.1f} images/s, {share:.0%} of the "
-        f"engine's own {engine_rate:.1f} images/s (model step alone){verdict}. The throughput is "
-        f"also {best.images_per_second / bulk.images_per_second:.0%} of the "
+        f"engine's own {engine_rate:.1f} images/s (the model alone, without a server){verdict}. "
+        f"The throughput is also {best.images_per_second / bulk.images_per_second:.0%} of the "
         f"{bulk.images_per_second:.1f} images/s of bulk prediction without a server."
     )
 
@@ -204,7 +204,10 @@ def _latency_goal(
     if max_delay_ms is not None and load.rate < best.images_per_second:
         limit = max_delay_ms + 3 * best.times.infer
         verdict = format_verdict(result.latency.p99 <= limit)
-        goal = f"three batch times plus the maximum batching delay of {max_delay_ms:.1f} ms"
+        goal = (
+            "three times the model's mean time per batch plus the maximum batching delay of "
+            f"{max_delay_ms:.1f} ms"
+        )
         parts.append(f"The goal for p99 is {goal}. This goal of {limit:.1f} ms is {verdict}")
     if (memory := result.server_memory_mib) is not None:
         parts.append(f"The server's memory went from {memory[0]:.0f} to {memory[1]:.0f} MiB")

@@ -172,7 +172,7 @@ def _record(
 
 
 def _table_of_build(artifact: Artifact) -> Table:
-    """Return a table of an engine's manifest entry."""
+    """Return a table of the build settings in the manifest entry of an engine."""
     build = artifact.engine
     assert isinstance(build, EngineBuild)
     table = Table("built", "", title=artifact.path, title_justify="left", show_header=False)

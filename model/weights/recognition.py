@@ -67,7 +67,7 @@ def read_weights(path: Path, config: Path | None = None) -> Weights:
     except (IndexError, TypeError, RuntimeError) as error:
         raise WeightsError(
             f"{path} has tensor names of {origin.name}, but tensor shapes that no Mask R-CNN has; "
-            "give a file of weights that the training wrote"
+            "give an original weights file, as its training code wrote it"
         ) from error
 
 

@@ -70,7 +70,7 @@ class Channel:
         return cls(here, forth, back), cls(there, os.dup(back), os.dup(forth))
 
     def send_to(self, connection: Connection) -> None:
-        """Send this end to a process that calls `receive_from`. Do not use this end afterwards."""
+        """Send this channel end to a process that calls `receive_from`. Then do not use it."""
         for handle in (
             self._connection.fileno(),
             self._outgoing.handle,
@@ -80,7 +80,7 @@ class Channel:
 
     @classmethod
     def receive_from(cls, connection: Connection) -> Self:
-        """Receive a channel end that another process sends with `send_to`."""
+        """Receive one of the two ends of a channel, which another process sends with `send_to`."""
         handle, outgoing, incoming = (recv_handle(connection) for _ in range(3))
         return cls(Connection(handle), outgoing, incoming)
 

@@ -125,11 +125,10 @@ class AdmissionController:
         capacity, connections = self.capacity, len({*self._claimed, peer})
         setting = "max-wait-s" if capacity < self._max_capacity else "queue-size"
         raise QueueFullError(
-            f"the server is busy: the request needs {counted(slots, 'admission slot')}, one per "
-            f"image, but {self._in_use} of {capacity} are in use, and the request's connection "
-            f"already holds or waits for {self._claimed[peer]} (the slots are shared by "
-            f"{counted(connections, 'connection')}); try again later, or raise the server's "
-            f"--{setting}"
+            f"the server is busy: {self._in_use} of {capacity} admission slots, one per image, are "
+            f"in use, shared by {counted(connections, 'connection')}; the request needs "
+            f"{counted(slots, 'slot')}, but its connection already holds or waits for "
+            f"{self._claimed[peer]}; try again later, or raise the server's --{setting}"
         )
 
     @asynccontextmanager

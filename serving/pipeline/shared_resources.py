@@ -222,8 +222,8 @@ class DecodeMemory:
     def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
         """Reserve memory within the `with` block, for an image that a `FairThreadPool` processes.
 
-        If `size` is at most `self.small`, nothing is reserved, because this many bytes are set
-        aside for each thread. The arguments and errors are the same as in `reserve`.
+        If `size` is at most `self.small`, nothing is reserved: `self.small` bytes are set aside for
+        each thread. The arguments and errors are the same as in `reserve`.
         """
         return self.reserve(peer, size) if size > self.small else nullcontext()
 

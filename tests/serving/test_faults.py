@@ -77,7 +77,7 @@ async def test_slot_is_free_after_its_request_in_the_model_is_cancelled(
                     refused = channel.stream_unary(method)(no_message())
                     status, message = await status_of(refused)
                     assert status is grpc.StatusCode.RESOURCE_EXHAUSTED
-                    assert "1 of 1 are in use" in message
+                    assert "1 of 1 admission slots" in message
                 if end == "cancelled":
                     call.cancel()
                 if end == "expired":

@@ -56,7 +56,7 @@ async def test_only_admitted_requests_are_converted(
         # One slot is free: the request is read, but two images are not admitted.
         message = await error_of(first, out_of_range())
         assert "RESOURCE_EXHAUSTED" in message
-        assert "2 admission slots" in message
+        assert "needs 2 slots" in message
         message = await error_of(first, large)
         assert "INVALID_ARGUMENT" in message
         assert "24200 pixels" in message

@@ -180,7 +180,7 @@ async def test_cancelled_request_releases_its_slots(wide_bundle: Path, picture: 
     ):
         call = asyncio.create_task(client.infer(MODEL, images))
         await asyncio.sleep(0.15)
-        with pytest.raises(InferenceServerException, match="3 of 3 are in use"):
+        with pytest.raises(InferenceServerException, match="3 of 3 admission slots"):
             await client.infer(MODEL, images_of(picture()))
         call.cancel()
         await asyncio.wait([call])

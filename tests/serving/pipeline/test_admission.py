@@ -34,7 +34,7 @@ async def acquired(
 async def test_a_connection_with_one_request_waits_for_the_next_slot() -> None:
     admission = AdmissionController(16)
     bursts = [await acquired(admission, "burst") for _ in range(16)]
-    with pytest.raises(QueueFullError, match="16 of 16 are in use"):
+    with pytest.raises(QueueFullError, match="16 of 16 admission slots"):
         await acquired(admission, "burst")
     waiting = [asyncio.create_task(acquired(admission, peer)) for peer in "abcd"]
     await settle()
@@ -53,7 +53,7 @@ async def test_unary_requests_beyond_the_share_are_rejected() -> None:
     held = [await acquired(admission, "a") for _ in range(8)]
     waiting = [asyncio.create_task(acquired(admission, "b")) for _ in range(4)]
     await settle()
-    with pytest.raises(QueueFullError, match=r"1 admission slot,.*waits for 4 .* by 2 conn.*queue"):
+    with pytest.raises(QueueFullError, match=r"by 2 conn.*needs 1 slot, .*waits for 4;.*queue"):
         await acquired(admission, "b")
     for task in waiting:
         task.cancel()
@@ -198,7 +198,7 @@ async def test_slots_are_released_after_errors(wait: bool) -> None:
     for _ in range(3):
         with contextlib.suppress(ZeroDivisionError):
             async with admission.acquire("a", wait=wait):
-                with pytest.raises(QueueFullError, match=r"1 of 1 are in use, .* waits for 1 "):
+                with pytest.raises(QueueFullError, match=r"1 of 1 admission slots.* waits for 1;"):
                     async with admission.acquire("a"):
                         pass
                 raise ZeroDivisionError
@@ -213,7 +213,7 @@ async def test_capacity_follows_the_service_rate() -> None:
             admission.observe_service_time(service_time)
         assert admission.capacity == capacity
     # The capacity fell below the slots in use.
-    with pytest.raises(QueueFullError, match=r"10 of 8 are in use.*max-wait-s"):
+    with pytest.raises(QueueFullError, match=r"10 of 8 admission slots.*max-wait-s"):
         await acquired(admission, "a")
     await held.aclose()
     await acquired(admission, "b", 100)  # no image is in progress, so none has to wait

@@ -13,8 +13,8 @@ def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[
         train: Split for training, which determines the classes of the model. None: there is none.
 
     Returns:
-        Class names or error messages, by description of the problem. If `dataset` is the training
-        split and has no objects, "no objects to train on" maps to the path of its annotations.
+        Map from a description of each problem to its details: the similar class names, the error
+        that training would raise, or, if the training split has no objects, its annotation file.
     """
     findings = {}
     if similar := similar_names(category.name for category in dataset.categories):
