@@ -1,4 +1,4 @@
-"""gRPC status codes of exceptions, interface of a call's context, and filter for gRPC's log."""
+"""gRPC status codes of exceptions, protocol class of requests, and filter for the log of gRPC."""
 
 import functools
 import logging

@@ -205,8 +205,8 @@ def _latency_goal(
         limit = max_delay_ms + 3 * best.times.infer
         verdict = format_verdict(result.latency.p99 <= limit)
         goal = (
-            "three times the model's mean time per batch plus the maximum batching delay of "
-            f"{max_delay_ms:.1f} ms"
+            f"the maximum batching delay of {max_delay_ms:.1f} ms plus three times the mean "
+            "inference time of a batch under the closed-loop load"
         )
         parts.append(f"The goal for p99 is {goal}. This goal of {limit:.1f} ms is {verdict}")
     if (memory := result.server_memory_mib) is not None:

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GRPCInferenceServiceStub:
-    """Open Inference Protocol v2, with extensions of Triton.
+    """Open Inference Protocol v2. The methods from ModelStreamInfer on are extensions of Triton.
     """
 
     def __init__(self, channel):
@@ -98,7 +98,7 @@ class GRPCInferenceServiceStub:
 
 
 class GRPCInferenceServiceServicer:
-    """Open Inference Protocol v2, with extensions of Triton.
+    """Open Inference Protocol v2. The methods from ModelStreamInfer on are extensions of Triton.
     """
 
     def ServerLive(self, request, context):
@@ -144,9 +144,7 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelStreamInfer(self, request_iterator, context):
-        """Extensions of Triton.
-
-        Does the same as ModelInfer for each request of a stream.
+        """Does the same as ModelInfer for each request of a stream.
 
         Responses arrive in the order of the requests. A failed request gets an error message as its
         response; the stream continues.
@@ -262,7 +260,7 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GRPCInferenceService:
-    """Open Inference Protocol v2, with extensions of Triton.
+    """Open Inference Protocol v2. The methods from ModelStreamInfer on are extensions of Triton.
     """
 
     @staticmethod

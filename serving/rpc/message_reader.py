@@ -54,7 +54,7 @@ class PendingMessages:
     # cancelled, because their messages arrive before their waits are the oldest.
 
     def __init__(self, capacity: int) -> None:
-        """Allow `capacity` concurrent waits."""
+        """Allow up to `capacity` calls to wait for their message at the same time."""
         self._capacity = capacity
         # Connection of each wait, the oldest first.
         self._waits: dict[asyncio.Timeout, str] = {}

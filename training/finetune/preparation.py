@@ -57,7 +57,7 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Finetuning:
-    """Prepared fine-tuning: data set, initial model, and fitted configuration."""
+    """Prepared fine-tuning: data set, initial model, and the configuration fitted to both."""
 
     layout: DataLayout
     splits: ChosenSplits

@@ -87,10 +87,10 @@ class Augmentation:
     def transform(self, sample: Sample, limits: tuple[int, int]) -> Sample:
         """Apply the transforms other than resizing and copy-paste to a resized sample.
 
-        The attribute `changes_outlines` is True if a transform can change masks in another way than
-        by a flip. In this case, the sample must have masks of the whole image. The result is
-        cropped to `limits` at a random position, its boxes are computed from the masks, and objects
-        without a visible pixel are dropped.
+        The attribute `changes_outlines` is True if a transform does more to masks than flip them.
+        If it is True, the sample must have masks of the whole image, the result is cropped to
+        `limits` at a random position, its boxes are computed from the masks, and objects without a
+        visible pixel are dropped.
 
         Args:
             sample: Resized image with its ground truth.
