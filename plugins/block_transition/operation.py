@@ -71,13 +71,18 @@ def block_transition(
             [B, S, H, W], input of the shortcut's convolution.
         shortcut_weight: [N, S, 1, 1], weight of the shortcut's convolution. None: the shortcut has
             no convolution.
-        shortcut_bias: [N], bias of the shortcut's convolution. None if it has no convolution.
+        shortcut_bias: [N], bias of the shortcut's convolution. On a GPU, it is required with a
+            `shortcut_weight`, and must be None without one.
         next_weight: [M, N, 1, 1], weight of the next block's first convolution.
         next_bias: [M], bias of the next block's first convolution.
 
     Returns:
         the block's output [B, N, H, W], and the result of the next block's first convolution,
         [B, M, H, W]. On a GPU both are channels-last.
+
+    Raises:
+        ValueError: on a GPU, an argument has another dtype or shape than documented, or only one of
+            `shortcut_weight` and `shortcut_bias` is given.
     """
     if shortcut_weight is not None:
         shortcut = F.conv2d(shortcut, shortcut_weight, shortcut_bias)
@@ -106,6 +111,8 @@ def _(
     value_type = HALF_TYPES.get(images.dtype)
     if value_type is None:
         raise ValueError(f"images must be float16 or bfloat16, not {images.dtype}")
+    if (shortcut_weight is None) != (shortcut_bias is None):
+        raise ValueError("shortcut_weight and shortcut_bias go together; give both or neither")
     batch, channels, rows, columns = images.shape
     outputs, reduced = weight.shape[0], next_weight.shape[0]
     shortcut_channels = 0 if shortcut_weight is None else shortcut_weight.shape[1]
