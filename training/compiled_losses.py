@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as autograd_config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -49,16 +49,19 @@ class CompiledLosses:
         Args:
             model: Model to train.
             backend: Argument `backend` of `torch.compile`.
-            graphs: Run the forward and backward passes as CUDA graphs. The gradients are then valid
-                only until the next call of this object.
+            graphs: Run the forward and backward passes as CUDA graphs. The results of a call, the
+                counts given to `on_counts`, and the gradients are then valid only until the next
+                call.
             required: True: raise `ConfigError` if torch cannot compile on this machine. False: log
                 a warning, and compute without compilation.
             on_counts: Function to call with `LossTerms.counts` in each forward pass that computes
-                gradients, before the losses are computed. None: call nothing.
-            on_gradients: Function to call twice in each backward pass: when the gradients of the
-                box and mask heads are computed, and when only those of the backbone's first stages
-                are missing. If these stages are frozen, the second call does not happen. None: call
-                nothing.
+                gradients, before the losses are computed. If a compilation fails, it may be called
+                twice. None: call nothing.
+            on_gradients: Function to call twice in each backward pass: when all gradients of the
+                first group of `parameters_by_part` are computed, and when all of the second group
+                are. If the backbone's first stages are frozen, the second call does not happen. If
+                the whole backbone is frozen, or a compilation has failed, neither call happens.
+                None: call nothing.
         """
         # On import, torch sets this variable to a folder in /tmp, unless the user has set it.
         # Replace only torch's value.
@@ -75,7 +78,7 @@ class CompiledLosses:
         compiled = partial(torch.compile, dynamic=False, backend=backend, options=options)
         self._first_stages = compiled(model.first_stages)
         self._sample, self._loss_sums = compiled(model.sample), compiled(model.loss_sums)
-        self._graphs, self._required = graphs, required
+        self._graphs, self._required, self._is_eager = graphs, required, False
         self._on_counts, self._on_gradients = on_counts, on_gradients
         self._compiled: set[torch.Size] = set()
 
@@ -101,7 +104,7 @@ class CompiledLosses:
         for tensor in targets:
             # The number of objects differs from batch to batch, so do not compile for each number.
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
-        if images.shape in self._compiled:
+        if images.shape in self._compiled or self._is_eager:
             return self._losses(images, image_sizes, targets, seeds)
         self._compiled.add(images.shape)
         return self._compile(images, image_sizes, targets, seeds)
@@ -112,8 +115,8 @@ class CompiledLosses:
         # A compiled backward pass returns all its gradients at its end. Therefore the model is
         # compiled in three parts. The gradients of the last two parts are summed over the ranks
         # while the backward pass continues. These parts have most of the weights, and the first
-        # part takes long enough to hide the sum. (Both use the RPN head, so its gradients are
-        # complete after the second part.) The counts are summed while the forward pass continues.
+        # part takes long enough to hide the sum. The counts are summed while the forward pass
+        # continues.
         height, width = images.shape[2:]
         maps = self._first_stages(images, image_sizes)
         self._report_gradients_of(maps[-1])
@@ -146,21 +149,43 @@ class CompiledLosses:
                 warnings.simplefilter("ignore")  # hints for developers of torch
                 losses = self._losses(images, image_sizes, targets, seeds)
         except BackendCompilerFailed as error:
-            problem = f"torch cannot compile the training step: {str(error).splitlines()[0]}"
+            inner = error.inner_exception
+            cause, *_ = f"{type(inner).__name__}: {inner}".splitlines()
+            problem = f"torch cannot compile the training step: {cause}"
             if self._required:
                 raise ConfigError(
                     f"{problem}; to train without compilation, set compile=false"
                 ) from error
             logger.warning("%s; training goes on without compilation, which is slower", problem)
-            model, self._graphs = self._model, False
-            self._first_stages, self._sample = model.first_stages, model.sample
-            self._loss_sums = model.loss_sums
+            self._stop_compiling()
+        if self._is_eager:  # after the `except` block, whose traceback holds tensors
             return self._losses(images, image_sizes, targets, seeds)
         # `cudnn_convolution` has measured its implementations in CUDA graphs. Release the memory
         # that torch reserved for these graphs.
         torch.cuda.empty_cache()
         logger.info("compiled the training step in %.0f s", time.perf_counter() - start)
         return losses
+
+    def _stop_compiling(self) -> None:
+        model, self._graphs, self._is_eager = self._model, False, True
+        self._first_stages, self._sample = model.first_stages, model.sample
+        self._loss_sums = model.loss_sums
+        # Without compilation, the order in which gradients are computed is not known.
+        self._on_gradients = None
+
+
+def parameters_by_part(model: MaskRCNN) -> list[list[nn.Parameter]]:
+    """Group a model's parameters by the time at which `CompiledLosses` computes their gradients.
+
+    The groups are those of the box and mask heads, of the RPN and the backbone's later stages, and
+    of the backbone's first stages. Their gradients are computed in this order.
+    """
+    groups: list[list[nn.Parameter]] = [[], [], []]
+    for name, parameter in model.named_parameters():
+        is_first = name.startswith("backbone.body.") and ".layer4." not in name
+        index = 0 if name.startswith("roi_heads.") else 2 if is_first else 1
+        groups[index].append(parameter)
+    return groups
 
 
 def _padded(targets: Targets) -> Targets:

@@ -36,14 +36,10 @@ class Worker(NamedTuple):
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """All-reduce: return the elementwise sum of a tensor over all ranks."""
-        return self.start_sum(values).result()
-
-    def start_sum(self, values: Tensor) -> "RankSum":
-        """Start an all-reduce of a copy of a tensor. Do not wait for the result."""
-        if self.world_size == 1:
-            return RankSum(values, None)
-        values = values.clone()
-        return RankSum(values, distributed.all_reduce(values, async_op=True))
+        if self.world_size > 1:
+            values = values.clone()
+            distributed.all_reduce(values)
+        return values
 
     def gather(self, value: Any) -> list[Any]:
         """Gather: return all ranks' values in rank order on rank 0, and `[]` on the other ranks."""
@@ -68,47 +64,74 @@ class Worker(NamedTuple):
 
 
 class RankSum:
-    """All-reduce in progress: an elementwise sum of a tensor over all ranks."""
+    """All-reduce of one tensor per training step, which runs while the step continues."""
 
-    def __init__(self, values: Tensor, operation: distributed.Work | None) -> None:
-        self._values, self._operation = values, operation
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._sum: Tensor | None = None
+        self._operation: distributed.Work | None = None
+
+    def start(self, values: Tensor) -> None:
+        """Start to sum a tensor elementwise over all ranks. Do not wait.
+
+        If a sum has been started in this step, do nothing.
+        """
+        if self._sum is not None:
+            return
+        # Copy the tensor, because the next replay of a CUDA graph may overwrite it.
+        self._sum = values.clone()
+        if self._world_size > 1:
+            self._operation = distributed.all_reduce(self._sum, async_op=True)
 
     def result(self) -> Tensor:
-        """Wait for the operation, and return the sum. On a GPU, only the current stream waits."""
-        if self._operation is not None:
-            self._operation.wait()
-        return self._values
+        """Return the sum that `start` has started. On a GPU, only the current stream waits."""
+        total, operation = self._sum, self._operation
+        assert total is not None
+        self._sum = self._operation = None
+        if operation is not None:
+            operation.wait()
+        return total
 
 
 class GradientSum:
-    """All-reduce that replaces the gradients of a training step by their sums over all ranks."""
+    """All-reduce that replaces the gradients of a training step by their sums over all ranks.
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = list(parameters)
-        self._remaining = self._parameters
+    The gradients are summed in groups. All ranks sum the groups in the same order.
+    """
+
+    def __init__(self, groups: Iterable[Iterable[Tensor]]) -> None:
+        """Divide parameters into groups, in the order of the sums."""
+        self._groups = [list(group) for group in groups]
+        self._started = 0
         self._operations: list[Any] = []
 
     def start(self) -> None:
-        """Start to sum the gradients that the backward pass has computed so far. Do not wait.
+        """Start to sum the gradients of the next group. Do not wait.
 
-        The backward pass can continue during the sum. When the ranks call this method, all of them
-        must have computed the gradients of the same parameters.
+        Call this as soon as the backward pass has computed these gradients. It can continue during
+        the sum.
         """
-        ready = [x.grad for x in self._remaining if x.grad is not None]
-        self._remaining = [x for x in self._remaining if x.grad is None]
-        if not ready:
-            return
-        with distributed._coalescing_manager(async_ops=True) as operation:  # type: ignore[attr-defined]
-            for gradient in ready:
-                distributed.all_reduce(gradient)
-        self._operations.append(operation)
+        group = self._groups[self._started]
+        assert all(x.grad is not None for x in group if x.requires_grad)
+        self._start_next()
 
     def finish(self) -> None:
-        """Sum the remaining gradients, and wait for all sums. Call this after the backward pass."""
-        self.start()
+        """Sum the remaining groups, and wait for all sums. Call this after the backward pass."""
+        while self._started < len(self._groups):
+            self._start_next()
         for operation in self._operations:
             operation.wait()
-        self._remaining, self._operations = self._parameters, []
+        self._started, self._operations = 0, []
+
+    def _start_next(self) -> None:
+        gradients = [x.grad for x in self._groups[self._started] if x.grad is not None]
+        self._started += 1
+        if not gradients:
+            return
+        with distributed._coalescing_manager(async_ops=True) as operation:  # type: ignore[attr-defined]
+            for gradient in gradients:
+                distributed.all_reduce(gradient)
+        self._operations.append(operation)
 
 
 def local_device(device: Device) -> torch.device:

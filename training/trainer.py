@@ -81,13 +81,13 @@ class Trainer:
         )
         decay = config.solver.ema_decay
         self.average = None if decay is None else WeightAverage(self.model, decay)
-        self._gradient_sum = (
-            GradientSum(self.model.parameters()) if self._sums_gradients() else None
-        )
-        self._counts_sum: RankSum | None = None
+        self._counts_sum, self._losses_sum = (RankSum(worker.world_size) for _ in range(2))
+        self._gradient_sum: GradientSum | None = None
         if self._compiles():
-            from .compiled_losses import CompiledLosses  # slow import
+            from .compiled_losses import CompiledLosses, parameters_by_part  # slow import
 
+            if self._sums_gradients():
+                self._gradient_sum = GradientSum(parameters_by_part(self.model))
             if worker.device.type == "cuda":
                 # Fuse only if the model is compiled. In eager mode, launching the fused operations
                 # takes as much time as the fusion saves.
@@ -101,7 +101,7 @@ class Trainer:
                 # gradients cannot be accumulated.
                 graphs=worker.device.type == "cuda" and one_pass,
                 required=config.compile is True,
-                on_counts=self._start_counts_sum if one_pass else None,
+                on_counts=self._counts_sum.start if one_pass else None,
                 on_gradients=self._gradient_sum.start if self._gradient_sum and one_pass else None,
             )
         self._parallel = self._over_ranks()
@@ -244,25 +244,22 @@ class Trainer:
                 terms = self._losses(self._parallel, batch)
                 sums += terms.sums.detach()
                 if counts is None:
-                    # `CompiledLosses` has started this sum during the forward pass.
-                    counts_sum = self._counts_sum or self.worker.start_sum(terms.counts)
-                    counts, self._counts_sum = counts_sum.result(), None
+                    # This has no effect if `CompiledLosses` has started the sum.
+                    self._counts_sum.start(terms.counts)
+                    counts = self._counts_sum.result()
                 loss = terms.means(counts).sum()
                 # `counts` covers all ranks, so the gradients of the ranks must be summed.
                 # DistributedDataParallel averages them, so multiply by the number of ranks.
                 self.scaler.scale(loss * world_size if averages else loss).backward()  # type: ignore[no-untyped-call]
         if self._gradient_sum is not None:
             self._gradient_sum.finish()
-        global_sums = self.worker.start_sum(sums)
+        self._losses_sum.start(sums)
         apply_gradients(self.model, self.optimizer, self.scaler, config)
         self.iteration += 1
         if self.average is not None:
             self.average.update(self.model, self.iteration)
         assert counts is not None
-        return LossTerms(global_sums.result(), counts).means()
-
-    def _start_counts_sum(self, counts: Tensor) -> None:
-        self._counts_sum = self.worker.start_sum(counts)
+        return LossTerms(self._losses_sum.result(), counts).means()
 
     def _losses(self, model: Callable[..., LossTerms], batch: Batch) -> LossTerms:
         with self.autocast():

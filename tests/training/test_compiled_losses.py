@@ -1,5 +1,6 @@
 import gc
 import weakref
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
-from maskrcnn_trt.training.compiled_losses import CompiledLosses
+from maskrcnn_trt.training.compiled_losses import CompiledLosses, parameters_by_part
+from maskrcnn_trt.training.config import ConfigError
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.data.loading.loader import train_loader
 from maskrcnn_trt.training.distributed import Worker
@@ -51,17 +53,46 @@ def test_traced_steps_equal_eager_ones(tiny: LoadTiny) -> None:
     terms = losses(batch.images, batch.image_sizes, batch.targets, batch.seeds)
     assert counts[-1].equal(terms.counts)
     terms.sums.sum().backward()
-    first = tuple(f"backbone.body.{name}" for name in ("conv1", "layer1", "layer2", "layer3"))
-    heads, without_first_stages = reported
-    for name, parameter in traced.model.named_parameters():
-        assert parameter.grad is not None
-        assert (name in heads) == name.startswith("roi_heads")
-        assert (name in without_first_stages) == (not name.startswith(first))
-        for gradients in reported:
-            assert parameter.grad.equal(gradients.get(name, parameter.grad))
+    names = {parameter: name for name, parameter in traced.model.named_parameters()}
+    groups = parameters_by_part(traced.model)
+    assert {*chain.from_iterable(groups)} == names.keys()
+    for index, gradients in enumerate(reported):
+        for parameter in chain.from_iterable(groups[: index + 1]):
+            assert parameter.grad is not None
+            assert parameter.grad.equal(gradients[names[parameter]])
+        assert not any(names[parameter] in gradients for parameter in groups[-1])
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 3
     assert not counters["graph_break"]
+
+
+def test_without_a_compiler_steps_are_only_slower(
+    tiny: LoadTiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No gradients are reported, because they may be incomplete."""
+    config, alone = tiny(*FROZEN), Worker(0, 1, torch.device("cpu"))
+    eager, trainer = Trainer(config, alone), Trainer(config, alone)
+    reported: list[None] = []
+
+    def no_compiler(*_: object) -> None:
+        raise RuntimeError("there is no compiler")
+
+    for required in (True, False):
+        losses = CompiledLosses(
+            trainer.model,
+            backend=no_compiler,
+            required=required,
+            on_gradients=lambda: reported.append(None),
+        )
+        batch = next(iter(train_loader(CocoDataset(config.data.train), config)))
+        if required:
+            with pytest.raises(ConfigError, match=r"no compiler.*compile=false"):
+                losses(batch.images, batch.image_sizes, batch.targets, batch.seeds)
+    trainer.model.losses = losses  # type: ignore[method-assign]
+    for other in list(train_loader(CocoDataset(config.data.train), config))[:3]:
+        torch.testing.assert_close(trainer.step([other]), eager.step([other]))
+    assert not reported
+    assert caplog.text.count("without compilation") == 1
 
 
 def test_programs_are_in_the_user_cache(

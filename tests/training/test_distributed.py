@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_run import LoadTiny, two_processes
+from torch import Tensor, distributed
 
 from maskrcnn_trt.training.config import ConfigError, TrainConfig
 from maskrcnn_trt.training.devices import number_of_processes
-from maskrcnn_trt.training.distributed import local_device, worker
+from maskrcnn_trt.training.distributed import GradientSum, local_device, worker
 from maskrcnn_trt.training.run import run_training
 
 
@@ -42,6 +43,34 @@ def test_each_process_has_the_gpu_at_its_rank(
     with pytest.raises(ConfigError, match=r"device=2,4, .* is 4; .*numbers below 4"):
         local_device((2, 4))
     assert local_device("cpu").type == "cpu"
+
+
+def test_gradients_are_summed_in_one_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also if another rank reports its gradients only after the backward pass."""
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    summed: list[Tensor] = []
+    all_reduce = distributed.all_reduce
+    monkeypatch.setattr(distributed, "all_reduce", lambda x: [summed.append(x), all_reduce(x)])
+    parameters = [torch.zeros(n + 1, requires_grad=True) for n in range(5)]
+    *trained, frozen = parameters
+    frozen.requires_grad_(False)
+    gradients = GradientSum([trained[2:], [trained[0], frozen], [trained[1]]])
+    orders = []
+    try:
+        for reports in range(3):
+            for parameter in trained:
+                parameter.grad = torch.ones_like(parameter)
+            for _ in range(reports):
+                gradients.start()
+            assert len(summed) == (0, 2, 3)[reports]
+            gradients.finish()
+            orders.append([x.shape for x in summed])
+            summed.clear()
+    finally:
+        distributed.destroy_process_group()
+    assert orders == [[torch.Size([n]) for n in (3, 4, 1, 2)]] * 3
 
 
 def test_the_number_of_processes_is_that_of_the_gpus(tiny: LoadTiny) -> None:
