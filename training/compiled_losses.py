@@ -54,9 +54,9 @@ class CompiledLosses:
                 call.
             required: True: raise `ConfigError` if torch cannot compile on this machine. False: log
                 a warning, and compute without compilation.
-            on_counts: Function to call with `LossTerms.counts` in each forward pass that computes
-                gradients, before the losses are computed. If a compilation fails, it may be called
-                twice. None: call nothing.
+            on_counts: Function to call with `LossTerms.counts` in each forward pass, before the
+                losses are computed. If a compilation fails, it may be called twice. None: call
+                nothing.
             on_gradients: Function to call twice in each backward pass: when all gradients of the
                 first group of `parameters_by_part` are computed, and when all of the second group
                 are. If the backbone's first stages are frozen, the second call does not happen. If
@@ -74,7 +74,7 @@ class CompiledLosses:
         options: dict[str, Any] | None = None
         if graphs:
             options = {"triton.cudagraphs": True, "triton.cudagraph_dynamic_shape_warn_limit": 1000}
-        self._model, self._eager = model, model.losses
+        self._model = model
         compiled = partial(torch.compile, dynamic=False, backend=backend, options=options)
         self._first_stages = compiled(model.first_stages)
         self._sample, self._loss_sums = compiled(model.sample), compiled(model.loss_sums)
@@ -94,10 +94,6 @@ class CompiledLosses:
             ConfigError: torch cannot compile on this machine, and the argument `required` of the
                 constructor is True.
         """
-        if not torch.is_grad_enabled():
-            # Gradients are disabled only in the extra forward pass of gradient accumulation, which
-            # is not worth a compilation.
-            return self._eager(images, image_sizes, targets, seeds)
         if self._graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             targets = _padded(targets)

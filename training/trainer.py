@@ -2,13 +2,12 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from ..model.checkpoint import Checkpoint
@@ -233,7 +232,7 @@ class Trainer:
         config, world_size = self.config.solver, self.worker.world_size
         set_learning_rates(self.optimizer, config, self.iteration)
         # The first backward pass needs the loss denominators of the global batch. If there are
-        # several passes, extra forward passes without gradients compute the denominators first.
+        # several passes, the samples of all passes are drawn without gradients first.
         counts = self._counts(batches) if len(batches) > 1 else None
         sums = torch.zeros(5, device=self.worker.device)
         averages = self._parallel is not self.model
@@ -241,7 +240,10 @@ class Trainer:
             with ExitStack() as stack:
                 if averages and part < len(batches):
                     stack.enter_context(self._parallel.no_sync())  # type: ignore[operator]
-                terms = self._losses(self._parallel, batch)
+                with self.autocast():
+                    terms: LossTerms = self._parallel(
+                        batch.images, batch.image_sizes, batch.targets, batch.seeds
+                    )
                 sums += terms.sums.detach()
                 if counts is None:
                     # This has no effect if `CompiledLosses` has started the sum.
@@ -261,27 +263,27 @@ class Trainer:
         assert counts is not None
         return LossTerms(self._losses_sum.result(), counts).means()
 
-    def _losses(self, model: Callable[..., LossTerms], batch: Batch) -> LossTerms:
-        with self.autocast():
-            return model(batch.images, batch.image_sizes, batch.targets, batch.seeds)
-
     def _counts(self, batches: Sequence[Batch]) -> Tensor:
         """Return the denominators of the five losses [5], summed over the batches of all ranks.
 
         In the order of `LOSS_NAMES`, these are the numbers of sampled anchors (for two losses),
         sampled RoIs (for two losses), and mask pixels of positive RoIs.
         """
-        # Run on copies of the buffers, so that the statistics of batch norm do not include these
-        # images twice.
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-
-        def forward(*inputs: Any) -> LossTerms:
-            terms: LossTerms = functional_call(self.model, buffers, inputs)
-            return terms
-
-        with torch.no_grad():
-            counts = torch.stack([self._losses(forward, batch).counts for batch in batches])
-        return self.worker.sum_over_ranks(counts.sum(dim=0))
+        counts = torch.zeros(5, device=self.worker.device)
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        with torch.no_grad(), self.autocast():
+            for batch in batches:
+                assert batch.targets is not None
+                height, width = batch.images.shape[2:]
+                maps = self.model.first_stages(batch.images, batch.image_sizes)
+                samples = self.model.sample(
+                    maps, (height, width), batch.image_sizes, batch.targets, batch.seeds
+                )
+                counts += samples.counts
+            # The statistics of batch norm must not include these images twice.
+            for buffer, original in buffers:
+                buffer.copy_(original)
+        return self.worker.sum_over_ranks(counts)
 
     def autocast(self) -> torch.autocast | nullcontext[None]:
         """Return the autocast context manager for `config.precision`."""
