@@ -99,10 +99,19 @@ class MaskRCNN(nn.Module):
 
         The arguments are those of `forward`.
         """
+        samples = self.sample(images, image_sizes, targets, seeds)
+        return LossTerms(self.loss_sums(samples, targets), samples.counts)
+
+    def sample(
+        self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
+    ) -> TrainingSamples:
+        """Compute the feature maps of a batch, and sample anchors and RoIs for its losses.
+
+        The arguments are those of `forward`.
+        """
         height, width = images.shape[2:]
         maps = self.first_stages(images, image_sizes)
-        samples = self.sample(maps, (height, width), image_sizes, targets, seeds)
-        return LossTerms(self.loss_sums(samples, targets), samples.counts)
+        return self.sample_from_maps(maps, (height, width), image_sizes, targets, seeds)
 
     def first_stages(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
         """Normalise images, and return the maps of the backbone's first stages, finest first.
@@ -111,7 +120,7 @@ class MaskRCNN(nn.Module):
         """
         return self.backbone.first_stages(self.stem(images, image_sizes))
 
-    def sample(
+    def sample_from_maps(
         self,
         maps: list[Tensor],
         input_size: tuple[int, int],
@@ -119,7 +128,7 @@ class MaskRCNN(nn.Module):
         targets: Targets,
         seeds: Tensor,
     ) -> TrainingSamples:
-        """Compute the feature maps, and sample anchors and RoIs for the losses.
+        """Compute the same samples as `sample` from the output of `first_stages`.
 
         Args:
             maps: output of `first_stages`.

@@ -77,7 +77,8 @@ class CompiledLosses:
         self._model = model
         compiled = partial(torch.compile, dynamic=False, backend=backend, options=options)
         self._first_stages = compiled(model.first_stages)
-        self._sample, self._loss_sums = compiled(model.sample), compiled(model.loss_sums)
+        self._sample_from_maps = compiled(model.sample_from_maps)
+        self._loss_sums = compiled(model.loss_sums)
         self._graphs, self._required, self._is_eager = graphs, required, False
         self._on_counts, self._on_gradients = on_counts, on_gradients
         self._compiled: set[torch.Size] = set()
@@ -116,7 +117,7 @@ class CompiledLosses:
         height, width = images.shape[2:]
         maps = self._first_stages(images, image_sizes)
         self._report_gradients_of(maps[-1])
-        samples = self._sample(maps, (height, width), image_sizes, targets, seeds)
+        samples = self._sample_from_maps(maps, (height, width), image_sizes, targets, seeds)
         if self._on_counts is not None:
             self._on_counts(samples.counts)
         self._report_gradients_of(samples.features[-1])
@@ -164,8 +165,8 @@ class CompiledLosses:
 
     def _stop_compiling(self) -> None:
         model, self._graphs, self._is_eager = self._model, False, True
-        self._first_stages, self._sample = model.first_stages, model.sample
-        self._loss_sums = model.loss_sums
+        self._first_stages, self._loss_sums = model.first_stages, model.loss_sums
+        self._sample_from_maps = model.sample_from_maps
         # Without compilation, the order in which gradients are computed is not known.
         self._on_gradients = None
 

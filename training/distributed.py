@@ -36,10 +36,9 @@ class Worker(NamedTuple):
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """All-reduce: return the elementwise sum of a tensor over all ranks."""
-        if self.world_size > 1:
-            values = values.clone()
-            distributed.all_reduce(values)
-        return values
+        total = RankSum(self.world_size)
+        total.start(values)
+        return total.result()
 
     def gather(self, value: Any) -> list[Any]:
         """Gather: return all ranks' values in rank order on rank 0, and `[]` on the other ranks."""
@@ -100,7 +99,7 @@ class GradientSum:
     """
 
     def __init__(self, groups: Iterable[Iterable[Tensor]]) -> None:
-        """Divide parameters into groups, in the order of the sums."""
+        """Prepare the sums of the parameters' gradients. `groups` are summed in this order."""
         self._groups = [list(group) for group in groups]
         self._started = 0
         self._operations: list[Any] = []
@@ -108,8 +107,8 @@ class GradientSum:
     def start(self) -> None:
         """Start to sum the gradients of the next group. Do not wait.
 
-        Call this as soon as the backward pass has computed these gradients. It can continue during
-        the sum.
+        Call this as soon as the backward pass has computed these gradients. The backward pass can
+        continue during the sum.
         """
         group = self._groups[self._started]
         assert all(x.grad is not None for x in group if x.requires_grad)

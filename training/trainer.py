@@ -80,7 +80,7 @@ class Trainer:
         )
         decay = config.solver.ema_decay
         self.average = None if decay is None else WeightAverage(self.model, decay)
-        self._counts_sum, self._losses_sum = (RankSum(worker.world_size) for _ in range(2))
+        self._counts_sum = RankSum(worker.world_size)
         self._gradient_sum: GradientSum | None = None
         if self._compiles():
             from .compiled_losses import CompiledLosses, parameters_by_part  # slow import
@@ -111,9 +111,10 @@ class Trainer:
         long = self.config.solver.max_iterations >= WORTH_COMPILING
         return long and self.worker.device.type == "cuda"
 
-    def _has_changing_buffers(self) -> bool:
+    def _changing_buffers(self) -> list[Tensor]:
         # Only batch norm changes buffers.
-        return any(isinstance(module, nn.BatchNorm2d) for module in self.model.modules())
+        norms = (module for module in self.model.modules() if isinstance(module, nn.BatchNorm2d))
+        return [buffer for norm in norms for buffer in norm.buffers()]
 
     def _sums_gradients(self) -> bool:
         """Return whether `GradientSum`, not DistributedDataParallel, sums the gradients."""
@@ -121,7 +122,7 @@ class Trainer:
         # DistributedDataParallel would only add a copy of each gradient into its communication
         # buffers. A model with changing buffers needs DistributedDataParallel, which copies these
         # buffers from rank 0.
-        return self.worker.world_size > 1 and self._compiles() and not self._has_changing_buffers()
+        return self.worker.world_size > 1 and self._compiles() and not self._changing_buffers()
 
     def _over_ranks(self) -> nn.Module:
         """Return the model. Wrap it if DistributedDataParallel is to sum the gradients.
@@ -130,7 +131,7 @@ class Trainer:
         """
         if self.worker.world_size == 1 or self._gradient_sum is not None:
             return self.model
-        return DistributedDataParallel(self.model, broadcast_buffers=self._has_changing_buffers())
+        return DistributedDataParallel(self.model, broadcast_buffers=bool(self._changing_buffers()))
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Restore model, optimiser, loss scaler and random generators from a checkpoint.
@@ -255,13 +256,14 @@ class Trainer:
                 self.scaler.scale(loss * world_size if averages else loss).backward()  # type: ignore[no-untyped-call]
         if self._gradient_sum is not None:
             self._gradient_sum.finish()
-        self._losses_sum.start(sums)
+        global_sums = RankSum(world_size)
+        global_sums.start(sums)
         apply_gradients(self.model, self.optimizer, self.scaler, config)
         self.iteration += 1
         if self.average is not None:
             self.average.update(self.model, self.iteration)
         assert counts is not None
-        return LossTerms(self._losses_sum.result(), counts).means()
+        return LossTerms(global_sums.result(), counts).means()
 
     def _counts(self, batches: Sequence[Batch]) -> Tensor:
         """Return the denominators of the five losses [5], summed over the batches of all ranks.
@@ -270,16 +272,13 @@ class Trainer:
         sampled RoIs (for two losses), and mask pixels of positive RoIs.
         """
         counts = torch.zeros(5, device=self.worker.device)
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in self._changing_buffers()]
         with torch.no_grad(), self.autocast():
             for batch in batches:
                 assert batch.targets is not None
-                height, width = batch.images.shape[2:]
-                maps = self.model.first_stages(batch.images, batch.image_sizes)
-                samples = self.model.sample(
-                    maps, (height, width), batch.image_sizes, batch.targets, batch.seeds
-                )
-                counts += samples.counts
+                counts += self.model.sample(
+                    batch.images, batch.image_sizes, batch.targets, batch.seeds
+                ).counts
             # The statistics of batch norm must not include these images twice.
             for buffer, original in buffers:
                 buffer.copy_(original)

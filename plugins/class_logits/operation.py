@@ -76,8 +76,14 @@ def _(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, labels: Te
 
 @relu_class_logits.register_kernel("cuda")
 def _(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    inputs = {"features": features, "offset": offset, "weight": weight, "bias": bias}
-    return _launch_logits(relu_class_logits_kernel, **inputs, labels=labels)
+    return _launch_logits(
+        relu_class_logits_kernel,
+        features=features,
+        offset=offset,
+        weight=weight,
+        bias=bias,
+        labels=labels,
+    )
 
 
 @torch.library.custom_op(
