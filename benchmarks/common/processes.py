@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
+from ...serving.host import visible_gpus
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -203,7 +205,7 @@ def peak_memory_mib(kind: MemoryKind) -> float:
 
         return torch.cuda.max_memory_reserved() / 2**20
     if kind == "driver":
-        gpu, *_ = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+        gpu, *_ = visible_gpus()
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         query.append(f"--id={gpu}")
         answer = subprocess.run(query, capture_output=True, check=True, text=True, timeout=30)
