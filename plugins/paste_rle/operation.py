@@ -32,7 +32,7 @@ _FARTHEST = 2.0**24
 class _PixelSamples(NamedTuple):
     """Mask samples from which P image pixels are interpolated along one axis of a box.
 
-    Sample indices count the mask's border of zeros: index 0 is in the border.
+    Indices refer to the mask with a border of zeros: index 0 is in the border.
     """
 
     # [P] int64, image rows or columns that the box covers.

@@ -157,8 +157,8 @@ STEPS: Final = (
 def doctor(tensorrt: bool, first: int) -> None:
     """Show versions and GPUs of this machine. With --tensorrt, also check TensorRT.
 
-    The check has ten steps, from the list of installed packages to the speed of an exported model.
-    If a step fails, the later steps do not run, and the exit code is 1.
+    The check of TensorRT has ten steps, from the list of installed packages to the speed of an
+    exported model. If a step fails, the later steps do not run, and the exit code is 1.
     `maskrcnn serve MODEL --doctor` checks a bundle and the settings of a server.
     """
     source = click.get_current_context().get_parameter_source("first")
