@@ -8,6 +8,10 @@ STAMP := .venv/.installed
 # Folder with a link to the checkout under the name of the package.
 PARENT := .venv/parent
 PROTOS := maskrcnn_trt/protos
+# Cache bytecode even if the environment disables that: the targets start up to hundreds of Python
+# processes, and compiling the modules of torch takes three seconds in each. `uv` does not compile
+# them, because it would compile all 19,000 files, and the targets import only a part of them.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-fast lint check docs dist protos lock clean
@@ -21,9 +25,7 @@ quickstart: $(STAMP) ## Train, export, serve and measure a small model in runs/q
 # Test files run in parallel in at most four processes, because each takes much memory. If one dies,
 # the run ends, because xdist can hang when it replaces a process
 # (https://github.com/pytest-dev/pytest-xdist/issues/1378).
-# Bytecode is cached even if the environment disables that: the tests start hundreds of Python
-# processes, and compiling the modules of torch takes three seconds in each.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 \
+PYTEST = OMP_NUM_THREADS=1 \
 	$(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 4 \
 	--dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # One more than there are cores: many tests wait for a timer or a subprocess.
@@ -78,8 +80,7 @@ $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	awk '/^uv==/ {found = 1} found; found && !/\\$$/ {exit}' requirements.lock > .venv/uv.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.lock
-	$(BIN)/uv pip install --python $(BIN)/python --require-hashes \
-		--compile-bytecode -r requirements.lock \
+	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock \
 		|| $(BIN)/pip install --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	mkdir -p $(PARENT) && ln -sfn ../.. $(PARENT)/maskrcnn_trt

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from ..model.host_resources import keep_freed_memory
 from .config import ConfigError
 from .devices import Device
 
@@ -179,6 +180,8 @@ def worker(device: Device) -> Iterator[Worker]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if own.type == "cuda":
         torch.cuda.set_device(own)
+    else:
+        keep_freed_memory()
     if world_size == 1:
         yield Worker(0, 1, own)
         return
