@@ -112,6 +112,7 @@ class DetectorClient(Connection):
                 over `images` raises, is raised after the outcomes of the preceding images.
             AccessError: The server denies access to this client.
             ClosedError: The client is closed.
+            RefusedError: The server does not serve the model in `scheduling`.
             ClientError: `concurrency` consecutive requests got no response, so the server counts
                 as lost. A rejection counts as a response. A missed deadline counts as a response
                 if the connection is up.

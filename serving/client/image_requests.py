@@ -225,9 +225,12 @@ class LostServerCheck:
         Raises:
             AccessError: The server denies access to this client.
             ClosedError: The client is closed.
+            RefusedError: The server does not serve the model that the requests name.
             ClientError: This is the last of `limit` consecutive requests without a response.
         """
-        if isinstance(outcome, AccessError | ClosedError):
+        if isinstance(outcome, AccessError | ClosedError) or (
+            isinstance(outcome, RefusedError) and outcome.code is grpc.StatusCode.NOT_FOUND
+        ):
             raise outcome
         if self._is_unanswered(outcome):
             self._unanswered += 1

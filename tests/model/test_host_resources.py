@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,19 @@ def test_memory_in_use_of_a_cgroup_is_not_available(
     (service / "memory.stat").write_text(f"anon 123\n{entry} {2 << 20}\n")
     assert memory_limit() == 9 << 20
     assert available_memory() == 4 << 20
+
+
+def test_freed_memory_is_used_again_without_mapping_it_anew() -> None:
+    script = """
+import resource
+from maskrcnn_trt.model.host_resources import keep_freed_memory
+
+keep_freed_memory()
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(b"x") * (64 << 20)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    first, second = map(int, run.stdout.split())
+    assert first > 1000 > 10 * second

@@ -25,6 +25,7 @@ _STATUSES = {
     b"dropped": grpc.StatusCode.CANCELLED,
     b"refused": grpc.StatusCode.INTERNAL,
     b"busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    b"other model": grpc.StatusCode.NOT_FOUND,
 }
 
 
@@ -115,6 +116,13 @@ def test_denied_access_ends_the_run_at_once(run: RunMany) -> None:
         result = run(address, [b"x"] * 100, concurrency=4)
     assert result.outcomes == []
     assert isinstance(result.error, AccessError)
+
+
+@both_runs
+def test_a_model_that_is_not_served_ends_the_run(run: RunMany, scripted: str) -> None:
+    result = run(scripted, [b"a", *[b"other model"] * 100], concurrency=4)
+    assert kinds(result.outcomes) == [1]
+    assert isinstance(result.error, RefusedError)
 
 
 @both_runs
