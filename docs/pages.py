@@ -102,7 +102,7 @@ def _file(
 
 
 def _targets(page: str) -> Iterator[str]:
-    """Yield the paths that a page links to, relative to the root of the repository."""
+    """Yield the paths that the Markdown file `page` links to, relative to the repository's root."""
     for link in _LINK.findall((ROOT / page).read_text()):
         yield _resolved(page, link)
 

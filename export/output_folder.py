@@ -33,7 +33,7 @@ def check_output_folder(bundle: Path) -> None:
 
     Raises:
         BundleError: the folder holds files that do not belong to a bundle (exported model), is a
-            mount point, or is or contains the current working folder.
+            mount point, is the current working folder, or contains it.
     """
     other_files = {path.name for path in bundle.iterdir()} if bundle.exists() else set()
     try:

@@ -183,7 +183,7 @@ def _tensors(
 
 
 def _warmup(inputs: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
-    """Return a warm-up request of `config.pbtxt`, with a batch of `batch` zero inputs."""
+    """Return a warm-up request of `config.pbtxt` with batch size `batch` and inputs of zeros."""
     zeros = [
         {
             "key": tensor["name"],

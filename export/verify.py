@@ -213,8 +213,8 @@ def _compare_image(
 ) -> None:
     """Compare each expected detection with the actual one of the same label that overlaps most.
 
-    Actual detections above `floor` that match no expected detection also increase the count
-    `missed` of `comparison`.
+    `comparison.missed` counts two kinds of detections above `floor`: expected ones without a match
+    within the tolerance, and actual ones that match no expected detection.
 
     Args:
         comparison: result to update.

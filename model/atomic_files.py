@@ -13,8 +13,8 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Context manager: open a binary file that replaces `path` at the end of the `with` block.
 
     During the block, the content is in the file `.NAME.ID.partial` in the same folder, where NAME
-    is the start of the name of `path`, and ID is random. If the block raises an exception, the
-    partial file is removed and `path` is unchanged. If `path` is a pipe or a device, the
+    is the name of `path`, cut to 32 characters, and ID is random. If the block raises an exception,
+    the partial file is removed and `path` is unchanged. If `path` is a pipe or a device, the
     content is written to it directly.
 
     Args:

@@ -46,7 +46,7 @@ def tensor_from_bytes(data: bytes | memoryview) -> Tensor:
 
 
 def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor | ImageError]:
-    """Decode plain JPEGs: complete files, grey or YCbCr (`ImageHeader.is_plain_jpeg`).
+    """Decode JPEGs that are complete and grey or YCbCr (`ImageHeader.is_plain_jpeg`).
 
     Args:
         files: contents as [N] uint8 tensors on the CPU.

@@ -128,7 +128,7 @@ class MaskRCNN(nn.Module):
         targets: Targets,
         seeds: Tensor,
     ) -> TrainingSamples:
-        """Compute the same samples as `sample` from the output of `first_stages`.
+        """Compute the same result as the method `sample`, but from the output of `first_stages`.
 
         Args:
             maps: output of `first_stages`.

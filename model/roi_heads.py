@@ -35,7 +35,7 @@ _CANONICAL_LEVEL = 4
 
 
 class BoxDetections(NamedTuple):
-    """Detections without masks by descending score, padded to D = `max_detections` rows."""
+    """Detections by descending score, without masks, padded to D = `max_detections` per image."""
 
     # [B, D, 4], xyxy in input pixels; zero for padding.
     boxes: Tensor

@@ -213,7 +213,7 @@ class RegionProposalNetwork(nn.Module):
 def _by_anchor(output: Tensor, values: int) -> Tensor:
     """Reorder a feature map's RPN outputs by anchor: [B, A * V, H, W] becomes [B, H * W * A, V].
 
-    The outputs are V = `values` values for each of the A anchors of a cell.
+    Each of the A anchors of a cell has V = `values` outputs.
     """
     by_cell = torch.unflatten(output, 1, (-1, values)).permute(0, 3, 4, 1, 2)
     return by_cell.reshape(output.shape[0], -1, values)

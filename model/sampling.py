@@ -51,7 +51,7 @@ def random_keys(seeds: Tensor, count: int, stream: int) -> Tensor:
     Args:
         seeds: [B] int64, one per image.
         count: numbers per image.
-        stream: number of the random stream; the streams of one seed are independent.
+        stream: index of the random stream; streams with the same seed are independent.
 
     Returns:
         [B, count] float32.

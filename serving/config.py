@@ -137,7 +137,7 @@ class ServeFields(FrozenConfig):
 
 
 class ServeConfig(ServeFields):
-    """Settings of the server, validated also in combination: a certificate requires a key."""
+    """Settings of the server. Also validates combinations, such as a certificate and its key."""
 
     @property
     def ports(self) -> dict[str, int]:

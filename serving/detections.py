@@ -165,7 +165,7 @@ ResponseEncoder = Callable[[Detections], Any]
 def not_encoded(detections: Detections) -> Detections:
     """Return the detections unchanged.
 
-    This is the `ResponseEncoder` of callers that encode the detections of a response themselves.
+    Use it as `ResponseEncoder` if the caller needs the detections, not an encoded response.
     """
     return detections
 

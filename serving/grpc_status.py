@@ -1,4 +1,4 @@
-"""gRPC status codes of exceptions, protocol class of requests, and filter for the log of gRPC."""
+"""gRPC status codes of exceptions, the protocol `CallContext`, and a filter for gRPC's log."""
 
 import functools
 import logging

@@ -133,7 +133,7 @@ def encode_detections(detections: Detections) -> bytes:
 def class_fields(label: int, category: Category) -> bytes:
     """Serialise the fields of a `Detection` that depend on its class.
 
-    `label` is the position of the class in the model, from 1.
+    `label` is the index of the class in the model's list of classes, counted from 1.
     """
     fields = pb.Detection(label=label, class_name=category.name, category_id=category.id)
     return fields.SerializeToString()

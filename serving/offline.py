@@ -174,7 +174,7 @@ def detect_many(
 
     Decoding, inference and mask encoding of different batches overlap. With a `DeviceBackend`, all
     three run on the backend's device. With other backends, decoding and encoding run in CPU
-    threads, and each CPU core may decode one batch and encode another.
+    threads: at most one batch per CPU core is decoded, and at most one is encoded, at a time.
 
     Args:
         images: Contents of JPEG, PNG or WebP files, or their paths. The thread that consumes the
@@ -253,8 +253,8 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
     Args:
         backend: Backend that computes the model.
         manifest: Manifest of the backend's bundle.
-        threads: Maximum number of batches that `HostSteps` decode concurrently. The same limit
-            applies separately to batches whose masks `HostSteps` encode.
+        threads: Maximum number of batches that are decoded at the same time. An equal limit applies
+            to mask encoding. `DeviceSteps` ignore this argument.
     """
     if isinstance(backend, DeviceBackend):
         # Imported here because other backends must not load torch.
@@ -270,7 +270,7 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
 
 @dataclass(eq=False)
 class _PendingBatch:
-    """Batch of requests of one input size. `outcomes` is None until the batch starts."""
+    """Batch of images of one input size. `outcomes` is None until the batch starts."""
 
     requests: list[ImageRequest] = field(default_factory=list)
     outcomes: Future[list[Outcome]] | None = None

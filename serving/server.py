@@ -165,8 +165,8 @@ async def detection_server(
 def _cancelled_requests_logged(metrics: Metrics, grace_s: float) -> Iterator[None]:
     """Context manager: after `grace_s` seconds, log how many requests are still in progress.
 
-    The `with` block stops the server, which cancels these requests at that time. If the block ends
-    sooner, or no request is in progress, nothing is logged.
+    The `with` block stops the server. After `grace_s` seconds, the server cancels the remaining
+    requests. If the block ends sooner, or no request remains, nothing is logged.
     """
 
     def warn() -> None:
@@ -204,7 +204,7 @@ def _grpc_server(
 async def _accepting(
     server: GrpcServer, http: "HttpServer | None", certificate: ServerCertificate | None
 ) -> AsyncIterator[Callable[[float], Coroutine[Any, Any, None]]]:
-    """Accept requests over gRPC and, if there is an HTTP server, over HTTP within the `with` block.
+    """Within the `with` block, accept gRPC requests, and HTTP requests if `http` is not None.
 
     Yields:
         Function that rejects new requests and waits for in-flight ones. Its argument is the maximum
@@ -235,8 +235,9 @@ def _http_server(
 ) -> "HttpServer | None":
     """Return the HTTP server. None: `config.http_port` is not set.
 
-    `ports` is the number of ports on which this process accepts connections. The ports share the
-    process's limit on open files.
+    `ports` is the number of ports on which this process accepts connections: 2 (gRPC and HTTP), or
+    1 if front-end processes accept the gRPC connections. The process's limit on open files is
+    divided among the ports.
     """
     if config.http_port is None:
         return None

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class _TrainCommand(ConfiguredCommand):
-    """Command `train`. If the first argument is `finetune`, the subcommand `train finetune` runs.
+    """Command `train`. If its first positional argument is `finetune`, `train finetune` runs.
 
-    Options of the subcommand may precede this argument.
+    Options of `train finetune` may precede the word `finetune`.
     """
 
     def make_context(

@@ -86,7 +86,7 @@ class CompiledLosses:
     def __call__(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return the sums of the five losses of an image batch, and the counts that divide them.
+        """Return the sums of an image batch's five losses, and the counts to divide the sums by.
 
         `targets` is the ground truth. `seeds` has one seed per image, for the random sampling of
         anchors and RoIs. The shapes are as in `MaskRCNN.forward`.
@@ -174,8 +174,8 @@ class CompiledLosses:
 def parameters_by_part(model: MaskRCNN) -> list[list[nn.Parameter]]:
     """Group a model's parameters by the time at which `CompiledLosses` computes their gradients.
 
-    The groups are those of the box and mask heads, of the RPN and the backbone's later stages, and
-    of the backbone's first stages. Their gradients are computed in this order.
+    Group 1: box and mask heads. Group 2: RPN, and the backbone's `layer4` and FPN. Group 3: the
+    rest of the backbone. The gradients are computed in this order.
     """
     groups: list[list[nn.Parameter]] = [[], [], []]
     for name, parameter in model.named_parameters():

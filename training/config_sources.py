@@ -1,4 +1,4 @@
-"""Read configuration values from presets and YAML files. Apply their key `base` and overrides."""
+"""Read configuration values from presets and YAML files. Merge bases and apply overrides."""
 
 import difflib
 import os

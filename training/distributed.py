@@ -64,7 +64,7 @@ class Worker(NamedTuple):
 
 
 class RankSum:
-    """All-reduce of one tensor per training step, which runs while the step continues."""
+    """Asynchronous all-reduce of one tensor per training step."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -100,7 +100,7 @@ class GradientSum:
     """
 
     def __init__(self, groups: Iterable[Iterable[Tensor]]) -> None:
-        """Prepare the sums of the parameters' gradients. `groups` are summed in this order."""
+        """Prepare to sum the gradients of `groups` of parameters, in the order of the groups."""
         self._groups = [list(group) for group in groups]
         self._started = 0
         self._operations: list[Any] = []

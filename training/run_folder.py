@@ -106,7 +106,7 @@ class RunFolder:
     def last(self) -> Path:
         """Return the path of the checkpoint that the file `last_checkpoint` names.
 
-        If this file is missing, return the newest checkpoint.
+        If this file is missing, return the most recently modified checkpoint.
 
         Raises:
             FileNotFoundError: The folder contains no checkpoint.

@@ -10,7 +10,7 @@ from ..model.config.schema import FrozenConfig
 
 
 class TransformConfig(FrozenConfig):
-    """Base class of transforms of training images, with torchvision's names and parameters."""
+    """Base class of transform configurations. Names and parameters are as in torchvision."""
 
     name: str
     """Name of the torchvision class."""
@@ -121,7 +121,7 @@ Transform = Annotated[SerializeAsAny[TransformConfig], BeforeValidator(_transfor
 
 
 def check_order(transforms: tuple[TransformConfig, ...]) -> None:
-    """Check that resizing transforms are first and copy-paste is last, if the list has them.
+    """Check the order: a resizing transform can only be first, and copy-paste only last.
 
     Raises:
         ValueError: `ScaleJitter` or `RandomShortestSize` is not first, or `SimpleCopyPaste` is not

@@ -8,7 +8,10 @@ from ..model.mask_rcnn import MaskRCNN
 
 
 class WeightAverage:
-    """Copy of a model. Its weights and buffers are exponential moving averages over the steps."""
+    """Copy of a model. Its weights and buffers are exponential moving averages over the steps.
+
+    Integer buffers are not averaged. They have the values of the latest step.
+    """
 
     def __init__(self, model: MaskRCNN, decay: float) -> None:
         """Copy a model, so that the average starts with the model's current weights.

@@ -80,13 +80,14 @@ def evaluate(
 
     `maskrcnn eval BUNDLE DATA` evaluates a bundle with the backends of the server. DATA is a data
     set folder in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for `maskrcnn train
-    finetune`. Its split `val`, or its only split, is used. If the files are elsewhere, use --images
-    and --annotations. DATA can also be CONFIG [KEY=VALUE]..., of which only data.val,
-    data.on_broken, data.exif_orientation and the section `evaluation` are used.
+    finetune`. Its split `val`, or its only split, is used. For any other image folder with
+    a COCO annotation file, give --images and --annotations instead of DATA. DATA can also be CONFIG
+    [KEY=VALUE]..., of which only data.val, data.on_broken, data.exif_orientation and the section
+    `evaluation` are used.
 
-    A checkpoint (or a name) is evaluated as a bundle if DATA is a data set folder, or if --images,
-    --annotations, --backend, --precision or -o is given. It is then first exported to a bundle in
-    the cache folder. Later evaluations reuse this bundle.
+    If DATA is a data set folder, or if --images, --annotations, --backend, --precision or -o is
+    given, CHECKPOINT is exported to a bundle in the cache folder, and this bundle is evaluated.
+    Later evaluations reuse the bundle.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
     coco_results.pth, which torch.load reads. If a metric is below evaluation.expected, the exit

@@ -177,7 +177,7 @@ def _add_detections(
 ) -> int:
     """Add detections to an evaluator, and return the number of invalid images.
 
-    If an image is invalid, log its error or, if `on_broken` is `refuse`, raise `DataError`.
+    An invalid image is logged if `on_broken` is `skip`, and raises `DataError` if it is `refuse`.
     """
     invalid = 0
     for record, outcome in outcomes:

@@ -132,7 +132,7 @@ def busy_microseconds(activities: Sequence[GpuActivity]) -> float:
 
 
 def _timeline(activities: Sequence[GpuActivity]) -> Iterator[tuple[GpuActivity, float, float]]:
-    """Yield each activity with the idle microseconds before it and the busy microseconds in it.
+    """Yield each activity, the idle microseconds before it, and the busy microseconds that it adds.
 
     If two activities overlap, the time of the overlap counts for the one that started first.
     """
@@ -161,8 +161,9 @@ def communication_milliseconds(activities: Sequence[GpuActivity]) -> tuple[float
 def milliseconds_by_stage(activities: Sequence[GpuActivity]) -> dict[str, float]:
     """Return the GPU milliseconds of each model stage, and of idle time, in one batch.
 
-    The keys are `STAGES` and `IDLE`. A stage lasts until the first kernel of the next stage. If two
-    kernels overlap, the time of the overlap counts for the kernel that started first.
+    The keys are `STAGES` and `IDLE`. A stage contains all kernels up to the first kernel of the
+    next stage. If two kernels overlap, the time of the overlap counts for the kernel that started
+    first.
 
     Args:
         activities: GPU activities of one batch, ordered by start time; at least one.

@@ -35,7 +35,7 @@ def images_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
     """Return a decorator that adds the option `--images` to a command.
 
     Args:
-        default: words of the help text for the images that are used without the option.
+        default: description of the images that are used without the option, for the help text.
     """
     return click.option(
         "--images",

@@ -190,13 +190,13 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory_mib(kind: MemoryKind) -> float:
-    """Return the peak memory use in MiB since `reset_peak_memory`, or the current use.
+    """Return the peak memory use since `reset_peak_memory`, in MiB.
 
     The argument `kind` selects the memory:
 
     - `cpu`: peak resident memory of this process.
     - `torch`: peak GPU memory reserved by torch.
-    - `driver`: memory of torch's GPU 0 that all processes together use now.
+    - `driver`: memory of torch's GPU 0 that all processes together use now, not a peak.
     """
     # The driver reports no peak. The memory in use comes close to it, because libraries other than
     # torch keep the memory that they have allocated.

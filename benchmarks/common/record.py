@@ -37,7 +37,7 @@ def output_option(contents: str) -> Callable[[Callable[..., Any]], Callable[...,
     """Return a decorator that adds the option `--output` to a command.
 
     Args:
-        contents: words of the help text for the files in the folder, without the JSON file.
+        contents: description of the files in the folder except the JSON file, for the help text.
     """
     return click.option(
         "--output",

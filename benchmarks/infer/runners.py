@@ -36,7 +36,7 @@ InferBaseline = Literal["torchvision", "onnxruntime"]
 
 @dataclass(frozen=True)
 class BatchRun:
-    """Batch on an engine: functions that run it, and where its input and output are stored."""
+    """Batch prepared for an engine: functions to run it, and location of its input and output."""
 
     # Name of the engine, such as `onnxruntime`.
     engine: str
@@ -219,7 +219,10 @@ class TorchRunner:
         self.model.eval().to(self.device)
 
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
-        """Return one `BatchRun` of images [B, 3, H, W], with data in the memory of the device."""
+        """Return a list of one `BatchRun` of images [B, 3, H, W].
+
+        Its input and output are in the memory of the device that runs the model.
+        """
         import torch
 
         from ...training.trainer import AUTOCAST_DTYPES

@@ -66,7 +66,7 @@ COCO RLE strings. The time of pycocotools includes the encoding.
 def kernels(names: tuple[str, ...], json_path: Path | None, output: Path | None) -> None:
     """Measure the CUDA kernels and other implementations of their tasks.
 
-    Sizes are those of a batch of 8 images of 800x1344 pixels.
+    The inputs have the sizes that occur with a batch of 8 images of 800x1344 pixels.
     """
     import torch
 

@@ -124,7 +124,7 @@ KERNEL_CASES: dict[str, Callable[[Workload], Iterator[KernelCase]]] = {
 
 
 def working_cases(workload: Workload, kernels: Iterable[str]) -> Iterator[KernelCase]:
-    """Yield the benchmark cases of `kernels`.
+    """Yield the benchmark cases of the kernels with the names `kernels`.
 
     The tensors of a case are created just before the case is yielded.
     """

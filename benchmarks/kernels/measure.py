@@ -22,7 +22,7 @@ class KernelBaseline:
 
 @dataclass(frozen=True)
 class KernelGoal:
-    """Goal for a kernel at one input size: maximum time and, if set, minimum speedup."""
+    """Goal for a kernel at one input size: maximum time, and minimum speedup over a baseline."""
 
     # Maximum time of one call.
     milliseconds: float

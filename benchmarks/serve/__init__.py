@@ -216,7 +216,10 @@ def _parse_serve_options(model: str, options: Sequence[str]) -> "ServeConfig":
 
 
 def _measure_bulk(bundle: Path, config: "ServeConfig", settings: "ServeSettings") -> "BulkResult":
-    """Measure bulk prediction with a bundle, without a server, in a new process."""
+    """Measure bulk prediction with a bundle, without a server, in a new process.
+
+    Precision, backend and maximum batch size are those of the server configuration `config`.
+    """
     from ..bulk.measure import BulkSettings, measure_bulk
     from ..common.processes import iterate_in_process
 

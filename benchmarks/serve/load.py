@@ -29,7 +29,7 @@ _PAUSE_S = 0.1
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """Load by clients that each send an image when their previous image is answered."""
+    """Load by clients that each send their next image after the response to the previous one."""
 
     clients: int
     # True: all clients of a process share one stream. False: a unary call per image.
@@ -38,9 +38,9 @@ class ClosedLoop:
 
 @dataclass(frozen=True)
 class HttpLoop(ClosedLoop):
-    """Load by clients that each send an image over HTTP when their previous image is answered.
+    """Load over HTTP by clients that each send an image after the response to the previous one.
 
-    Each client has its own connection.
+    Each client has a separate connection.
     """
 
     path: str = "/v1/detect"
@@ -48,7 +48,7 @@ class HttpLoop(ClosedLoop):
 
 @dataclass(frozen=True)
 class OpenLoop:
-    """Load of images sent at a given rate, whether or not previous images are answered."""
+    """Load of images sent at a given rate, whether or not earlier responses have arrived."""
 
     # Images per second.
     rate: float
@@ -131,7 +131,7 @@ def send_load(load: ClientLoad) -> ClientLog:
     """Send one client process's share of a load, wait for all responses, and return the log.
 
     A client process simulates several clients. Over gRPC, they share one connection. Over HTTP (a
-    load of type `HttpLoop`), each has its own.
+    load of type `HttpLoop`), each client has a separate connection.
     """
     return asyncio.run(_send_load(load))
 

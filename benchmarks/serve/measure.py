@@ -148,7 +148,7 @@ def measure_bundle(
     Raises:
         ServerStartError: the server did not start.
         ServingError: the server rejects the first image, which is sent as a check.
-        NoAnswerError: under one of the loads no request was answered with detections.
+        NoAnswerError: under one of the loads, no request succeeded.
     """
     http_address = None
     if settings.http:
@@ -178,7 +178,7 @@ def measure_server(
     Raises:
         ServingError: the server does not respond, or rejects the first image, which is sent as a
             check.
-        NoAnswerError: under one of the loads no request was answered with detections.
+        NoAnswerError: under one of the loads, no request succeeded.
     """
     target = _target_at(address, settings, pid)
     capacity = 0.0

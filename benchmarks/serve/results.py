@@ -14,7 +14,7 @@ from .load import ClientLog, ClosedLoop, HttpLoop, Load, LoadWindow, RequestLog
 
 
 class NoAnswerError(Exception):
-    """The server answered no request with detections during a measurement."""
+    """No request to the server succeeded during a measurement."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ServeResult:
 
     @property
     def refused_requests(self) -> int:
-        """Number of requests, due within the measurement, that ended without detections."""
+        """Number of requests that were due within the measurement and failed."""
         return sum(refusals.requests for refusals in self.refusals)
 
     @property
@@ -116,8 +116,8 @@ def result_from_logs(
         server: Resource use of the server during the measurement. None: it is unknown.
 
     Raises:
-        NoAnswerError: no request due within the measurement was answered with detections, or no
-            detections arrived within the measurement.
+        NoAnswerError: no request due within the measurement succeeded, or no response of a
+            successful request arrived within the measurement.
     """
     seconds = window.end - window.start
     requests = [request for log in logs for request in log.requests]
@@ -160,7 +160,7 @@ def result_from_logs(
 def _by_outcome(
     requests: Sequence[RequestLog],
 ) -> tuple[list[RequestLog], dict[str, list[RequestLog]]]:
-    """Return the requests that were answered with detections, and the other requests by status."""
+    """Return the successful requests, and the failed requests by status."""
     by_status = defaultdict(list)
     for request in requests:
         by_status[request.status].append(request)

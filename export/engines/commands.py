@@ -43,11 +43,11 @@ def engine() -> None:
 def inspect(plan: Path, as_json: bool) -> None:
     """Show the tensors and layers of PLAN, with their types.
 
-    If PLAN is in a bundle, also show how it was built; its hash must match the manifest. Inspect
-    only plans that you trust, because loading a plan can run code. Listing tensors and layers
-    requires a GPU that can load the plan. Without such a GPU, the command fails, with one
-    exception: if PLAN is in a bundle, --json prints JSON without tensors and layers, and with the
-    reason as `note`.
+    If PLAN is in a bundle, also show the build settings of PLAN. The hash of PLAN must match the
+    bundle's manifest. Inspect only plans that you trust, because loading a plan can run code.
+    Listing tensors and layers requires a GPU that can load the plan. Without such a GPU, the
+    command fails, with one exception: if PLAN is in a bundle, --json prints JSON without tensors
+    and layers, and with the reason as `note`.
     """
     from .inspection import inspected_layers, inspected_tensors, load_engine
 

@@ -191,7 +191,7 @@ def _tensors_from_listing(text: str) -> tuple[LayerTensor, ...]:
 
 
 def dtype_from_text(text: str) -> str:
-    """Return the data type that is named in a text from TensorRT, or "" if none is.
+    """Return the data type that a text from TensorRT names, or "" if it names none.
 
     `Half` and `Channel major FP16 format` both give `fp16`.
     """

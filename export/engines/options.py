@@ -159,7 +159,7 @@ def engine_options(command: _Command) -> _Command:
 def check_engine_choices(
     choices: Mapping[str, object], bundle: Path, kinds: Sequence[EngineKind]
 ) -> None:
-    """Check that each option applies to one of `kinds`, and that its path, if any, can be used.
+    """Check that each option applies to one of `kinds`, and that paths in `choices` are usable.
 
     Args:
         choices: values of the options on the command line, by parameter name.

@@ -107,7 +107,7 @@ class Compilation(NamedTuple):
 
 
 def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgram | None]:
-    """Compile torch programs for this machine's GPU, and write each to its path `compiled`.
+    """Compile torch programs for this machine's GPU, and write each to `Compilation.compiled`.
 
     Returns:
         for each program, the manifest entry of the compiled program, or None if there is no GPU.

@@ -79,7 +79,7 @@ class Preprocessing(_Record):
     channel_order: Literal["RGB"] = "RGB"
 
     def fits(self, bucket: ShapeBucket) -> bool:
-        """Whether a bucket (input size) can hold a resized image, for at least one aspect ratio."""
+        """Whether resized images of at least one aspect ratio fit in a bucket (input size)."""
         return min(bucket) >= self.min_size or max(bucket) >= self.max_size
 
 

@@ -52,8 +52,8 @@ class Program:
         """Warm up for batches of the shape of `images`. The program's device must be a GPU.
 
         The program runs once, which compiles it, loads kernels and selects algorithms. The outputs
-        are discarded. During this run, the process has a lower limit of GPU memory. If the program
-        exceeds this limit, it runs again with the previous limit.
+        are discarded. During this run, the GPU memory limit of the process is reduced. If the
+        program exceeds this limit, it runs again with the previous limit.
         """
         # In fp32, some algorithms that cuDNN tries would take all GPU memory, including memory that
         # other processes need. Therefore the first run has a lower memory limit. If the model

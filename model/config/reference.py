@@ -116,7 +116,7 @@ def _kind(annotation: Any) -> str:
 
 
 def _plural(annotation: Any) -> str:
-    """Describe the type of a list's elements in words, with their bounds, as in `numbers > 0`."""
+    """Describe several values of one type in words, with their bounds, as in `numbers > 0`."""
     kind = _kind(annotation)
     plural = f"{kind}s" if kind in (*_KINDS.values(), "mapping") else kind
     fields = (x for x in getattr(annotation, "__metadata__", ()) if isinstance(x, FieldInfo))

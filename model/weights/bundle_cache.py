@@ -45,7 +45,8 @@ def bundle_from_reference(
         engines: TensorRT engines to build beside the ONNX files, as values of the option
             `--engine` of `maskrcnn export`.
         buckets: Input sizes to export. If it is empty, the model's own input sizes are used.
-        before_export: Function that is called before the model is exported. Its errors are raised.
+        before_export: Function that is called after the download, unless the cache holds the
+            bundle. Its exceptions reach the caller.
 
     Raises:
         ZooError: No published model has this name, or this program does not support the model.

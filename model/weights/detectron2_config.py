@@ -171,7 +171,9 @@ def _decoded(value: Any) -> Any:
 
 
 def _anchors(path: Path, values: Mapping[str, Any]) -> Settings:
-    """Return the settings for sizes and aspect ratios of anchors, if the file states them.
+    """Return the sizes and aspect ratios of anchors that a configuration file states, as settings.
+
+    `values` holds the file's values by dotted key. `path` is the file, for the error message.
 
     Raises:
         WeightsError: a pyramid level has several sizes, or levels have different aspect ratios.

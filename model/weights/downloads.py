@@ -110,7 +110,11 @@ def _cached(name: str) -> Path:
 
 
 def _download(url: str, path: Path, checksum: Checksum | None) -> None:
-    """Download `url` to `path` in the cache, unless the file exists. Check the file's checksum."""
+    """Download `url` to `path` in the cache, unless the file exists. Check the file's checksum.
+
+    A checksum that the user gives (`mirror_checksums`) takes precedence over `checksum`. If there
+    is neither, the content is not checked.
+    """
     # Imported here because most commands do not download anything.
     from ..download.http_download import Remedies, RetryPolicy, download_file
 

@@ -24,7 +24,7 @@ def reverse_channels(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def background_first(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the predictors' tensors from detectron2's order of classes to background first.
+    """Reorder the classes in tensors of detectron2's predictors, so that background comes first.
 
     detectron2's class scores have the background in the last row. Its box deltas and mask logits
     have no rows for the background. In this model, all three begin with the background. If box

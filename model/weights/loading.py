@@ -127,8 +127,8 @@ def build_model(
     """Build a model in evaluation mode on the CPU, with weights of any supported program.
 
     Args:
-        name: variant of ResNet, as `BackboneConfig.name`.
-        features: feature maps that the heads use, as `BackboneConfig.features`.
+        name: variant of ResNet, such as `resnet50`; see `BackboneConfig.name`.
+        features: feature maps that the heads use, such as `fpn`; see `BackboneConfig.features`.
         source: path or http(s) URL of a checkpoint or of another program's weights, or name of a
             published model. None: random weights.
         num_classes: number of foreground classes of a model with random weights.

@@ -62,7 +62,7 @@ def convert_reference(
     other_channel_order: bool = False,
     config: Path | None = None,
 ) -> WeightsConversion:
-    """Convert the weights that a reference names to a checkpoint that gives the same results.
+    """Convert weights, given by a reference, to a checkpoint that gives the same results.
 
     The checkpoint of a published model has the classes and the test-time image size of that model.
     For other weights, a warning names assumed settings that may be wrong.

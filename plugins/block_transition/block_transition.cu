@@ -2,8 +2,8 @@
 //
 // A thread block keeps all weights in shared memory. Each of its warps computes tiles of 16 pixels,
 // without waiting for other warps. Four threads share a pixel. Of each chunk of 32 channels, thread
-// `q` of the four holds channels 8q to 8q + 7, which are 16 bytes. Channels are assigned to the
-// positions of the tensor-core operands accordingly.
+// `q` of the four holds channels 8q to 8q + 7, which are 16 bytes. This assignment determines the
+// order of the channels in the tensor-core operands.
 //
 // A packet is one chunk of channels of a tile's input. A thread copies to shared memory only the
 // values that it reads itself, and starts each copy while it computes the previous tile. Threads

@@ -10,7 +10,7 @@ _SHARED = 227 << 10
 
 
 def fits_shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> bool:
-    """Return whether a thread block of `block_transition` has enough shared memory.
+    """Return whether the shared memory that `block_transition` needs fits into the limit per block.
 
     The limit is that of compute capability 9.0. `channels` and `outputs` are the input and output
     channels of a residual block's last convolution, `shortcut` the input channels of the shortcut's

@@ -2,7 +2,7 @@
 // Specification: box_deltas/operation.py.
 //
 // Compile-time constants: CENTER_WEIGHT, SIZE_WEIGHT, MAX_LOG_SCALE, INCLUSIVE, MIN_SIDE, THREADS,
-// LARGE (1: the kernel has the output `large`; 0: it is a TensorRT plugin, without boolean output).
+// LARGE (1: the kernel has the output `large`; 0: it has not, as in the TensorRT plugin).
 
 struct Interval {
     float near, far;

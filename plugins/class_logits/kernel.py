@@ -30,8 +30,8 @@ def relu_class_logits_kernel(value_type: str, channels: int) -> Kernel:
 def relu_class_logits_backward_kernel(value_type: str, channels: int) -> Kernel:
     """Return the kernel of `relu_class_logits_backward` for features of `channels` channels.
 
-    `value_type` is the type of all tensors but the labels and the two float32 sums: `float16`,
-    `bfloat16` or `float`.
+    `value_type` is the type of all tensors but the labels and the two outputs that are sums:
+    `float16`, `bfloat16` or `float`. The sums are float32.
     """
     return _kernel("relu_class_logits_backward", value_type, channels)
 

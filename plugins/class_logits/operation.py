@@ -189,7 +189,10 @@ def _value_type(features: Tensor) -> str:
 
 
 def _arguments(**tensors: Tensor) -> list[Tensor]:
-    """Check an operation's arguments by name. Return them in the same order, contiguous."""
+    """Check dtype and shape of the arguments, which are given by name.
+
+    Return the tensors in the given order, contiguous and 16-byte aligned.
+    """
     features = tensors["features"]
     instances, _, channels = features.shape
     shapes = {

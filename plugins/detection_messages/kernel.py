@@ -24,7 +24,7 @@ def detection_messages_launch(
         images: Number of images.
         depth: Number of detections per image.
         text_capacity: Size of the buffer of RLE characters.
-        class_table: Shape [L, F] of `ClassTable.fields`.
+        class_table: Shape [L, F] of `ClassTable.fields`: L classes, F bytes per class.
         capacity: Size of the buffer of messages.
     """
     return Launch((images, 1, 1), (_THREADS, 1, 1), (depth, text_capacity, *class_table, capacity))

@@ -42,7 +42,7 @@ def feature_patches_backward_kernel(
 def feature_patches_launch(
     batch: int, patches: int, radius: int, channels: int, sizes: Sequence[tuple[int, int]]
 ) -> Launch:
-    """Return the grid, block and scalar arguments of `feature_patches` or its gradient's kernel.
+    """Return the grid, block and scalar arguments of either kernel in `feature_patches.cu`.
 
     B is `batch`, S is `patches` (number of patches per image), K is 2 * `radius` + 1, C is
     `channels`, and (H_l, W_l) is the entry of `sizes` for level l.

@@ -127,9 +127,10 @@ def gemm_convolution(
 ) -> Tensor:
     """Compute a 1x1 convolution with N output channels, plus an optional residual map and ReLU.
 
-    On a GPU, the first call with new shapes measures cuBLASLt's algorithms. With a residual, the
-    Triton kernel of `pointwise_convolution` is measured, too. This process and later ones use the
-    fastest implementation. The operation supports neither strides nor upsampling.
+    On a GPU, the first call with new shapes measures cuBLASLt's algorithms. With a residual, or if
+    cuBLASLt has no algorithm, the Triton kernel of `pointwise_convolution` is measured, too. This
+    process and later ones use the fastest implementation. The operation supports neither strides
+    nor upsampling.
 
     Args:
         images: [B, C, H, W]; on a GPU float16 or bfloat16.

@@ -55,7 +55,8 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
 def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `MATCH_BEST`.
 
-    For each ground-truth box, `MATCH_BEST` marks the candidates with the highest IoU as positive.
+    For each ground-truth box, `MATCH_BEST` marks the candidates with the highest IoU as positive
+    and not negative.
     An image has G = `truths` ground-truth boxes and N = `candidates` candidates. If `shared`, all
     images have the same candidates.
 

@@ -1,5 +1,5 @@
-// Mark the candidates of highest IoU with each ground-truth box ("truth") as positive.
-// match_boxes.cu computes the highest IoUs. Specification: match_boxes/operation.py.
+// Mark the candidates of highest IoU with each ground-truth box ("truth") as positive and not
+// negative. match_boxes.cu computes the highest IoUs. Specification: match_boxes/operation.py.
 //
 // Compile-time constants: THREADS.
 #include "boxes.cuh"

@@ -107,15 +107,18 @@ def _checked_sizes(
 def _is_vertical_first(image: Tensor, size: tuple[int, int]) -> bool:
     """Return whether Pillow resizes an image to `size` vertically first, then horizontally.
 
-    Pillow 13 and later do this if the image loses rows, and more than twice as many as columns.
-    Older versions always resize horizontally first.
+    Pillow 13 and later do this if resizing removes rows, and the number of removed rows is more
+    than twice the number of removed columns. Older versions always resize horizontally first.
     """
     rows, columns = (old - new for old, new in zip(image.shape[1:], size, strict=True))
     return _PILLOW_CHOOSES_ORDER and rows > max(0, 2 * columns)
 
 
 def _taps(image: Tensor, size: tuple[int, int]) -> int:
-    """Return an upper bound for the number of source pixels per resized pixel along an axis."""
+    """Return an upper bound for the number of source pixels that contribute to a resized pixel.
+
+    Pixels are counted along one axis. The bound holds for both axes.
+    """
     scale = max(1.0, *(old / new for old, new in zip(image.shape[1:], size, strict=True)))
     return 2 * math.ceil(scale) + 1
 

@@ -3,7 +3,8 @@
 // Like Pillow, the kernels resize along one axis after the other, with integer weights, and round
 // to 8 bits after each of the two passes. `resize_weights` computes the weights. A thread of
 // `resize_pad` computes ROWS neighbouring output pixels of a column. Usually the first pass is
-// along the rows. In this case, the thread resizes each source row that it needs only once.
+// along the rows. In this case, the thread resizes a source row only once, even if several of its
+// output pixels need the row.
 //
 // Compile-time constants: CHANNELS, ROWS, WEIGHT_BITS (fractional bits of a weight).
 

@@ -2,8 +2,9 @@
 
 Specification of all implementations: pixel values equal those that libjpeg-turbo computes from the
 same planes with its default settings, which are Pillow's. Chroma planes of half the width or height
-are interpolated linearly ("fancy upsampling"), in integers. Images of a single row or column may
-differ, because their planes do not show whether the file halves the chroma along the short side.
+are interpolated linearly ("fancy upsampling"), in integers. The pixel values of an image of a
+single row or column may differ from libjpeg-turbo's, because the planes do not show whether the
+JPEG file has half the chroma resolution along the short side.
 """
 
 import math

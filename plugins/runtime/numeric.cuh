@@ -1,5 +1,5 @@
-// Numeric types of tensors without the headers of the CUDA toolkit. 16-bit types are loaded and
-// stored as bits; arithmetic uses the type `Accumulator`.
+// Numeric types of tensor elements, defined without the headers of the CUDA toolkit. 16-bit types
+// are loaded and stored as bits; arithmetic uses the type `Accumulator`.
 #pragma once
 
 struct float16 {

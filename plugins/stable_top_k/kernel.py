@@ -56,7 +56,7 @@ def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launc
 
     Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
     [rows, L, C] int64. The high 32 bits of a candidate are its index in the row of values. The low
-    32 bits are an unsigned key that has the order of the values. A part's candidates are ordered by
+    32 bits are an unsigned key: a larger value has a larger key. A part's candidates are ordered by
     index. C is the largest number of candidates of a part. If the tensor of candidates is empty,
     all entries of a part are candidates. The output is the candidates that are kept, in the same
     form, [rows, L, survivors(C, k)] int64.
@@ -88,7 +88,7 @@ def sort_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launch
 
 
 def longest(parts: Sequence[Part]) -> int:
-    """Return the number of candidates of the longest part."""
+    """Return the number of entries of the longest part, without entries that were pruned."""
     return max(part.length for part in parts)
 
 

@@ -126,6 +126,8 @@ def _implementation(plugin: Plugin, trt: Any, trtp: Any, architecture: int) -> C
     """Return a function for `tensorrt.plugin.aot_impl`.
 
     The returned function gives TensorRT the PTX of the plugin's kernel and the launch parameters.
+    `trt` is the module `tensorrt`, `trtp` is `tensorrt.plugin`. `architecture` is ten times the
+    compute capability of the oldest GPU that must run the kernel.
     """
     known = newest_supported_architecture(architecture)
 

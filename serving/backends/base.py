@@ -105,7 +105,7 @@ def import_errors(name: str, extra: str) -> Iterator[None]:
 
     Args:
         name: Imported library, for the message.
-        extra: Extra of this package that installs the library.
+        extra: Extra of the package `maskrcnn-trt` that installs the library, for the message.
 
     Raises:
         BackendError: the library is not installed, or cannot be loaded.
@@ -145,7 +145,7 @@ class Backend(Protocol):
     def warm_up(self, max_batch: int) -> None:
         """Run the model on black images, for each input size.
 
-        On a GPU, run at least one batch of each of the backend's batch sizes, limited to
+        On a GPU, run at least one batch of each of the backend's batch sizes, but with at most
         `max_batch` images. On the CPU, run one image. The first requests then need not wait for
         compilation or memory allocation. The method raises the same errors as `infer`.
         """

@@ -229,7 +229,7 @@ class BatchRunner:
                 one thread at a time.
 
         Returns:
-            The outputs by name.
+            New output arrays by name, with the shapes in `specs`: outputs for padding are included.
         """
         outputs = {name: spec for name, spec in specs.items() if name not in inputs}
         buffers = self._free.get()

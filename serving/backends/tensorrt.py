@@ -93,7 +93,7 @@ class TensorRTBackend:
         return tuple(self._plans)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run each plan with each of its batch sizes, limited to `max_batch` images.
+        """Run each plan with each of its batch sizes, but with at most `max_batch` images.
 
         With TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
         raises the same errors as `infer`.
@@ -201,7 +201,7 @@ class TensorRTDeviceBackend(TensorRTBackend):
     # Its methods import torch, which TensorRT itself does not need.
 
     def warm_up(self, max_batch: int) -> None:
-        """Run each plan with each of its batch sizes, limited to `max_batch` images.
+        """Run each plan with each of its batch sizes, but with at most `max_batch` images.
 
         With TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
         raises the same errors as `infer_on_device`.

@@ -181,8 +181,9 @@ class Plan:
     def __init__(
         self, runtime: PlanRuntime, path: Path, artifact: Artifact, max_batch: int
     ) -> None:
-        """Load a plan and create its execution contexts. The CUDA context must be current.
+        """Load the plan file `path`, and create the plan's execution contexts.
 
+        `artifact` is the plan's entry in the bundle's manifest. The CUDA context must be current.
         The constructor queues work on the GPU. The caller must wait for this work before the first
         batch.
 
@@ -286,8 +287,9 @@ class Plan:
 def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int, int]:
     """Choose the batch sizes of a plan, and the TensorRT optimization profile of each.
 
-    The sizes are `batch_sizes(max_batch)`. If a size is below the minimum of the profile chosen for
-    it, the minimum replaces it.
+    Each size in `batch_sizes(max_batch)` gets a profile whose range includes it; if there are
+    several, the one with the lowest maximum. If no range includes a size, it gets a profile for
+    larger batches, and the minimum of this profile replaces the size.
 
     Args:
         profiles: Optimization profiles of the plan, each for a range of batch sizes.

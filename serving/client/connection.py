@@ -87,7 +87,7 @@ class Credentials:
     def open_channel(
         self, transport: Any, address: str, options: Sequence[tuple[str, Any]] = ()
     ) -> Any:
-        """Return a gRPC channel to a server, with TLS if `tls` is set.
+        """Return a gRPC channel to a server, with TLS if the attribute `tls` is set.
 
         Args:
             transport: Module that creates the channel: `grpc` or `grpc.aio`.
@@ -238,20 +238,20 @@ def _is_cancelled_task(error: BaseException) -> bool:
 def error_from_rpc(
     error: grpc.RpcError, address: str, timeout_s: float, service: str = SERVICE
 ) -> ClientError:
-    """Return the `ClientError` for a failed call.
+    """Return the `ClientError` for a failed call. The gRPC status decides its class.
 
     - `UnreachableError`: CANCELLED (the server dropped the request), UNIMPLEMENTED (the server at
       the address is not a detector), or an UNAVAILABLE that gRPC generated on the client.
     - `DeadlineError`: a DEADLINE_EXCEEDED that gRPC generated on the client.
     - `AccessError`: UNAUTHENTICATED or PERMISSION_DENIED.
     - `RefusedError`: every other status, such as an UNAVAILABLE that the server sent. If the server
-      rejected the message as too large, the status in the error is INVALID_ARGUMENT.
+      rejected the request as too large, the status in the error is INVALID_ARGUMENT.
 
     Args:
         error: The gRPC error.
-        address: The server's address, for the message.
-        timeout_s: The deadline of the call in seconds, for the message.
-        service: Full name of the called gRPC service, for the message.
+        address: The server's address, for the error message.
+        timeout_s: The deadline of the call in seconds, for the error message.
+        service: Full name of the called gRPC service, for the error message.
     """
     status, details = error.code(), error.details() or ""
     if status is grpc.StatusCode.CANCELLED:

@@ -191,7 +191,7 @@ def _check_requirements() -> None:
 
 
 def run_steps(steps: Sequence[FirstRunStep], report: Path, first: int = 1) -> bool:
-    """Run steps in order until one fails. Return True if none does.
+    """Run steps in order until one fails. Return whether all steps passed.
 
     Args:
         steps: The steps.

@@ -176,7 +176,7 @@ def bundle_for_backend(
     buckets: Sequence[ShapeBucket] = (),
     before_export: Callable[[], object] = lambda: None,
 ) -> Path:
-    """Return the folder of a bundle. Export a checkpoint or published model to a bundle first.
+    """Return a model's bundle folder. If the reference is not a bundle, first export the model.
 
     Args:
         reference: Folder or manifest of a bundle, path or URL of a checkpoint, or name of a

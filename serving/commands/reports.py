@@ -86,7 +86,9 @@ def _report_nested(folder: Path) -> None:
 
 
 def check_folder(folder: Path, files: Sequence[Path], formats: Collection[ReportFormat]) -> None:
-    """Check that an output folder is writable. For annotated images, it must hold no input image.
+    """Check that an output folder is writable.
+
+    If annotated images will be written, also check that the folder holds no input image.
 
     Raises:
         click.UsageError: The folder cannot be written or created. Or `formats` includes
@@ -202,9 +204,10 @@ class _Report:
         return None
 
     def finish(self) -> None:
-        """If at least one image has succeeded, write the COCO results and print the totals.
+        """Write the COCO results and print the totals. If no image has succeeded, do neither.
 
-        If the run ended early, first print the number of processed images, failed ones included.
+        If the run ended early, print in any case how many images, failed ones included, were
+        processed.
         """
         if self._done < len(self._ids):
             images = counted(len(self._ids), "image")

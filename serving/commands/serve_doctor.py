@@ -62,8 +62,8 @@ def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
     """Return the maximum total size in bytes of the request messages that a server holds at once.
 
     `models` is the number of served models. Each message counts with its serialised size. A parsed
-    message takes several times as much memory until its image is decoded. With one model, messages
-    that are still being received make up half of the total; with several models, they make up less.
+    message takes several times as much memory until its image is decoded. The total includes
+    messages that are still being received: with one model, they are half of it; with several, less.
     """
     return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
 

@@ -139,8 +139,9 @@ class StepChain:
     def __call__(self, requests: Sequence[ImageRequest]) -> list[Any]:
         """Run the steps on a batch of one input size. Return the last step's list of results.
 
-        A result is a `TimedResponse` if the steps encode the response to the image's request.
-        Otherwise it is the image's `Outcome`.
+        A result is a `TimedResponse` if the steps have encoded the response to the image's request.
+        Otherwise it is the image's `Outcome`: `Detections`, or an `ImageError` if the image is
+        invalid.
         """
         batch: Any = requests
         for runs, free in self._sections:
@@ -154,7 +155,7 @@ class StepChain:
 def aligned_layout(lengths: Sequence[int]) -> tuple[list[int], int]:
     """Return the offsets at which arrays are stored in one block of memory, and the block's size.
 
-    `lengths` are the sizes of the arrays. All values are in bytes.
+    `lengths` are the sizes of the arrays. All values are in bytes. The offsets are multiples of 64.
     """
     starts, end = [], 0
     for length in lengths:

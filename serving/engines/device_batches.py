@@ -129,9 +129,10 @@ class PastedBatch(NamedTuple):
 
 
 def timing_of(batch: PastedBatch, host_s: float) -> Timing:
-    """Return the timing of a batch.
+    """Return the duration of each stage of a batch, from decoding to encoding, and the batch size.
 
-    `host_s` is the duration in seconds of the CPU work that follows the GPU work.
+    `host_s` is the duration in seconds of the CPU work that follows the GPU work. It counts as
+    encoding.
     """
     inferred = batch.inferred
     prepared = inferred.prepared
@@ -207,7 +208,7 @@ def boxes_in_sources(boxes: Tensor, scales: Tensor, limits: Tensor) -> Tensor:
 
 
 def class_table(categories: Sequence[Category], device: torch.device) -> ClassTable:
-    """Serialise the fields of `Detection` messages that depend on the class, for each category."""
+    """Serialise the `Detection` fields `label`, `class_name` and `category_id` of each category."""
     rows = [class_fields(label, category) for label, category in enumerate(categories, 1)]
     stride = max(map(len, rows), default=0)
     padded = bytearray().join(row.ljust(stride, b"\0") for row in rows)
@@ -222,18 +223,19 @@ def message_overhead(classes: ClassTable) -> int:
 
 
 def is_serialised_on_device(request: ImageRequest) -> bool:
-    """Return whether a request has RLE masks and the encoder `encode_detections`.
+    """Return whether a request has the mask format RLE and the encoder `encode_detections`.
 
-    The device serialises the response to such a request, unless a mask exceeds the encoder's
+    The device serialises the response to such a request, unless a mask exceeds the mask encoder's
     buffers or a class is unknown; see `device_response`.
     """
     return request.encoder is encode_detections and request.options.mask_format is MaskFormat.RLE
 
 
 def selections_of(requests: Sequence[ImageRequest]) -> NDArray[np.float64]:
-    """Return each request's maximum number of detections (or infinity) and score threshold.
+    """Return each request's maximum number of detections and its score threshold.
 
-    The result is an array [B, 2], for the field `selections` of `DetectionBatch`.
+    The result is an array [B, 2], for the field `selections` of `DetectionBatch`. The maximum is
+    infinity if the request sets none.
     """
     options = [request.options for request in requests]
     return np.array(

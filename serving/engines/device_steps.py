@@ -245,7 +245,10 @@ class DeviceSteps:
             )
 
     def _serialised(self, batch: DetectionBatch) -> tuple[Tensor, Tensor]:
-        """Serialise the detections with `detection_messages`, in a buffer that can hold all."""
+        """Serialise the detections in a buffer that can hold all of them.
+
+        Return the outputs of `detection_messages`.
+        """
         capacity = len(batch.text) + message_overhead(self._classes) * batch.labels.numel()
         return detection_messages(batch, self._classes, capacity)
 
@@ -311,8 +314,8 @@ class DeviceSteps:
     ) -> Detections:
         """Return the kept detections of the image with the index `row` in the batch.
 
-        `kept` are the indices of these detections. For RLE masks, the next items of `counts` are
-        the COCO RLE `counts` of these detections.
+        `kept` are the indices of these detections within the image. For RLE masks, the next items
+        of `counts` are the COCO RLE `counts` of these detections.
         """
         image, options, _ = request
         _, boxes, scores, labels = (array[row] for array in batch.detections)

@@ -113,7 +113,7 @@ def prepare_image(image: PlannedImage) -> ModelInput:
 
 @dataclass(frozen=True, kw_only=True)
 class HostProcessor:
-    """Pre- and postprocessing of one image in the server's process.
+    """Pre- and postprocessor of single images in the server's process.
 
     An end-to-end engine decodes images and encodes responses itself. With such an engine, the
     processor only reads the image's header and returns the engine's response.

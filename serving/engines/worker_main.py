@@ -70,7 +70,10 @@ class Channel:
         return cls(here, forth, back), cls(there, os.dup(back), os.dup(forth))
 
     def send_to(self, connection: Connection) -> None:
-        """Send this channel end to a process that calls `receive_from`. Then do not use it."""
+        """Send this channel end to a process that calls `receive_from`.
+
+        Afterwards, only that process may use the channel end.
+        """
         for handle in (
             self._connection.fileno(),
             self._outgoing.handle,

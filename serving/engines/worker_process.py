@@ -144,7 +144,7 @@ class WorkerProcess(Generic[Item, Result]):
 
     @property
     def is_spare(self) -> bool:
-        """True if the worker was started for an additional GPU, but computes on the CPU.
+        """True if the worker computes on the CPU, but exists only because there are several GPUs.
 
         This happens if the loaded backend cannot use GPUs. The worker is then superfluous.
         """
@@ -191,7 +191,7 @@ class WorkerProcess(Generic[Item, Result]):
         self._process.kill()
 
     def _load_error(self) -> BackendError:
-        """Wait until the process has ended, and return the error to raise from loading."""
+        """Wait until the process has ended. Return the error that `load` or `warm_up` raises."""
         return BackendError(
             f"loading the model failed: {self.exited.result()}; see the log for the reason"
         )

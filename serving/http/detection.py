@@ -201,11 +201,11 @@ def _prefers_png(accept: str) -> bool:
 
 
 def _with_timing(response: TimedResponse[bytes]) -> bytes:
-    """Return the response's JSON text, extended by its timing as the member `timing`."""
+    """Return the response's JSON text, with the image's timing added as the member `timing`."""
     return b'%s,"timing":%s}' % (response.value[:-1], to_json(vars(response.timing)))
 
 
 def _server_timing(timing: Timing) -> str:
-    """Return the durations of the stages as the value of the HTTP header Server-Timing."""
+    """Return the value of the HTTP header Server-Timing: how long each processing stage took."""
     stages = ("decode", "queue", "infer", "encode")
     return ", ".join(f"{s};dur={getattr(timing, f'{s}_us') / 1000:.3f}" for s in stages)

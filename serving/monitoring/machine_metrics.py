@@ -135,8 +135,9 @@ def _open_nvml() -> Iterator[None]:
 def _skip_errors(subject: str) -> Iterator[None]:
     """In the `with` block, suppress NVML errors and BackendError, and log them at level debug.
 
-    `subject` is the GPU or metric in the log message. Many GPUs do not report all metrics.
+    `subject` is the GPU or metric in the log message.
     """
+    # Many GPUs do not report all metrics.
     try:
         yield
     except (pynvml.NVMLError, BackendError) as error:

@@ -43,9 +43,9 @@ _Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Reason of a failed request, as the label `reason` of two Prometheus metrics.
+    """Reason why a request failed, as values of the label `reason` of two Prometheus metrics.
 
-    `name` is the label in maskrcnn_rejected_total, `triton` in nv_inference_request_failure.
+    `name`: value in maskrcnn_rejected_total. `triton`: value in nv_inference_request_failure.
     """
 
     # For our metric maskrcnn_rejected_total.
@@ -178,7 +178,7 @@ def _duration(count: int, us: int) -> pb.StatisticDuration:
 
 
 class _ImageHistograms(NamedTuple):
-    """Histograms over the images of one model in one precision."""
+    """Histograms of images' durations and batch sizes, for one model in one precision."""
 
     decode: Histogram
     queue: Histogram

@@ -43,10 +43,10 @@ class AdmissionController:
 
     While any slot is in use, the total number of slots is the number of images that the server, at
     its recent service rate, can compute within `max_wait_s`, but at least `min_capacity` and at
-    most the constructor's `capacity`. If at least `min_capacity` slots are in use, a request beyond
-    the fair share that would wait longer than `max_wait_s` is therefore rejected immediately.
-    Batches are also formed fairly between connections, so requests within the fair share are
-    computed within `max_wait_s`.
+    most the constructor's `capacity`. Therefore, if at least `min_capacity` slots are in use and
+    the estimated queue time exceeds `max_wait_s`, no slot is free. Requests beyond the fair share
+    are then rejected immediately, except requests of streams. Batches are also formed fairly
+    between connections, so requests within the fair share are computed within `max_wait_s`.
     """
 
     def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:
@@ -143,9 +143,9 @@ class AdmissionController:
             wait: Whether a request that exceeds its connection's fair share may wait for slots.
 
         Raises:
-            QueueFullError: `wait` is False, and `check` rejects the request. Or as many requests
-                wait as the constructor's `capacity` allows, and `_make_room` rejects this one, now
-                or when a newer request arrives.
+            QueueFullError: `wait` is False, and `check` rejects the request. Or the queue of
+                waiting requests is full, and `_make_room` rejects the request, either on arrival or
+                later to make room for a newer request.
         """
         if not wait:
             self.check(peer, slots)

@@ -305,8 +305,8 @@ class Batcher(Generic[Item, Result]):
         Processes with the backend `auto` may choose different backends when they load.
 
         Raises:
-            BackendError: one of the two engines, of this process and of the first worker, takes
-                encoded images and the other one pixels, or their input sizes differ.
+            BackendError: the engines of this process and of the first worker have different input
+                sizes, or one engine takes encoded images and the other one takes pixels.
         """
         own, first = process.info, self.info
         if (own.is_end_to_end, own.buckets) != (first.is_end_to_end, first.buckets):

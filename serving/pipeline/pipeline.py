@@ -328,8 +328,8 @@ class ModelRepository:
         If no model does, the metrics count a failed request for the first model.
 
         Raises:
-            QueueFullError: no model has a free admission slot, and at each model the image exceeds
-                the connection's fair share of the slots.
+            QueueFullError: at each model, the image would have to wait for an admission slot, and
+                exceeds the connection's fair share of the slots.
         """
         failures = []
         for pipeline in self.pipelines:

@@ -154,10 +154,10 @@ class RateLimits:
             balances[name] -= cost
 
     def _forget(self, now: float) -> None:
-        """While there are more than `_MAX_CLIENTS` clients, drop the one that is idle longest.
+        """Drop clients, the longest idle first, until at most `_MAX_CLIENTS` are left.
 
-        Stop if this client's token buckets are not full at time `now`. A dropped client begins
-        with full buckets.
+        Stop at the first client whose token buckets are not full at time `now`. If a dropped client
+        returns, it begins with full buckets.
         """
         while len(self._clients) > _MAX_CLIENTS:
             client, (before, balances) = next(iter(self._clients.items()))
@@ -172,11 +172,11 @@ class RateLimits:
 class DecodeMemory:
     """Budget of host memory for decoding images.
 
-    A quarter of the budget is divided equally among the threads, `small` bytes for each thread.
-    An image that one of these threads decodes with at most `small` bytes reserves nothing. Other
-    images, including small ones that a worker process decodes, reserve memory from the remaining
-    three quarters, and wait if too little is free. Connections get memory in round-robin order; see
-    `FairSemaphore`.
+    A quarter of the budget is divided equally among the threads of the server's thread pool,
+    `small` bytes for each thread. An image that one of these threads decodes with at most `small`
+    bytes reserves nothing. Other images, including small ones that a worker process decodes,
+    reserve memory from the remaining three quarters, and wait if too little is free. Connections
+    get memory in round-robin order; see `FairSemaphore`.
 
     Call the methods from one event loop only.
     """

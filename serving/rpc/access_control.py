@@ -94,9 +94,12 @@ class AccessPolicy:
     def check(self, method: str, metadata: Metadata, peer: str) -> str:
         """Check that a client may call a method, and return the client's name for rate limits.
 
-        The name is the client's host if the method is public, or if there is no token_file and the
-        method neither loads nor unloads models. Otherwise, it is a hash of the client's token,
-        or of "" if the client sends no token.
+        The name depends on the method:
+
+        - Public methods: the client's host.
+        - Methods that load or unload models: a hash of the client's token, or of "" if the client
+          sends no token.
+        - All other methods: a hash of the token if `token_file` is given, otherwise the host.
 
         Args:
             method: Full method name, as `/package.Service/Method`.
@@ -205,7 +208,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return adapt(checked, None, handler.response_serializer)
 
     def pending_messages(self, method: str) -> PendingMessages:
-        """Return the `PendingMessages` that limits the waits for request messages of `method`."""
+        """Return the set in which calls of `method` wait for their request messages.
+
+        There are two sets: one for public methods (see `is_public`), one for all other methods.
+        """
         return self._public_messages if is_public(method) else self._messages
 
     async def run(
@@ -216,9 +222,11 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     ) -> T:
         """Check a call against the access rules and limits, then return the result of `handle`.
 
+        If a check or `handle` raises a ServingError, the call is aborted.
+
         Args:
             method: Full method name, as `/package.Service/Method`.
-            context: Context of the call. A ServingError in `handle` or in a check aborts the call.
+            context: Context of the call.
             handle: Function that reads the request and computes the response.
         """
         peer = context.peer()  # empty once gRPC has ended the call, as for a too large message
@@ -232,14 +240,14 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
             await context.abort(*status_and_message(error))
 
     def record_rejection(self, method: str, peer: str, error: ServingError) -> None:
-        """Count and log a rejected call, without counting it as a failed request of a model."""
+        """Log and count a rejected call. It does not count as a failed request of a model."""
         self._models.resources.telemetry.reject_call(method, peer, error)
 
     async def _admit(self, method: str, context: CallContext) -> None:
         """Count a call as open until it ends. Apply admission control to `Detect` and `ModelInfer`.
 
-        If admission control rejects the call, abort the call with `context.abort`, which does not
-        raise QueueFullError.
+        If admission control rejects the call, `context.abort` ends the call and raises the error of
+        the transport (gRPC or HTTP) for aborted calls.
 
         Raises:
             QueueFullError: the server or the client's connection has too many open calls.

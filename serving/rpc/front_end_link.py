@@ -232,7 +232,7 @@ class ForwardedCall(CallOutcome):
             self._reading.set_result(message)
 
     def confirm_write(self) -> None:
-        """Make the pending `write` return. Called when the front-end process wrote its message."""
+        """Make the pending `write` return: the front-end process has written the message."""
         if self._writing and not self._writing.done():
             self._writing.set_result(None)
 

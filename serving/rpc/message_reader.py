@@ -267,9 +267,9 @@ def _walk(
 ) -> Iterator[tuple[str, _Field]]:
     """Yield `(path, field)` for each field in `message[start:end]`, including nested fields.
 
-    `kind` is the type of the message. The byte offsets in `field` refer to `message`. `path` is
-    `prefix` plus the field's name if the field is a string or packed varints. These fields count
-    towards `_MAX_LISTED_BYTES`. For all other fields, `path` is empty.
+    `kind` is the type of the message in this range. The byte offsets in `field` refer to `message`.
+    For strings and packed varints, which count towards `_MAX_LISTED_BYTES`, `path` is `prefix` plus
+    the field's name. For all other fields, `path` is empty.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)

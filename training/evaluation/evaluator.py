@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class CocoEvaluator:
-    """Evaluator that collects the detections of one rank and computes the metrics of all ranks."""
+    """COCO evaluator. It collects detections of one rank and computes metrics over all ranks."""
 
     def __init__(
         self,

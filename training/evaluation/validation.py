@@ -69,7 +69,9 @@ class Validation:
         report: Path | None = None,
         iteration: int = 0,
     ) -> dict[str, float]:
-        """Evaluate a model. Write detections, metrics and drawings. Call it on every rank.
+        """Evaluate a model. Write detections, metrics and drawings to `output_dir`.
+
+        Call this method on every rank.
 
         Args:
             model: Model to evaluate. It is not changed.
@@ -115,8 +117,8 @@ class Validation:
         """On rank 0, draw validation images with a model's detections to a PNG file.
 
         The key `evaluation.draw_images` is the number of images. If it is 0, draw nothing. After
-        10 %, 30 % and 100 % of the run's iterations, also write `progress.png`, which stacks those
-        of these three drawings that exist so far.
+        10 %, 30 % and 100 % of the run's iterations, also write `progress.png`: a stack of the
+        drawings made at these three times. Drawings that do not exist yet are left out.
 
         Args:
             model: Model to evaluate. It is not changed.

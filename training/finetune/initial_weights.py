@@ -19,9 +19,10 @@ _MIN_SIZE, _MAX_SIZE = 800, 1333
 def initial_checkpoint(reference: str | None) -> Checkpoint:
     """Return the model and preprocessing that a fine-tuning starts from.
 
-    If `reference` contains weights of a backbone only, all settings that they do not determine are
-    defaults. If `reference` is None, the model is the default model with group norm. In these two
-    cases, the input size is the default, and the returned weights are on the device `meta`.
+    If `reference` names weights of a backbone only, settings of the model that these weights do not
+    determine have their defaults. If `reference` is None, the model is the default model with group
+    norm. In these two cases, the input size is the default, and the returned weights are tensors
+    without data (device `meta`).
 
     Args:
         reference: Value of the configuration key `weights`. None: random weights.

@@ -184,10 +184,10 @@ def _given_buckets(given: Mapping[str, Any]) -> tuple[ShapeBucket, ...]:
 
 
 def _other_side(buckets: Sequence[ShapeBucket], side: int) -> int:
-    """Return the maximum length of the other side of an image with one side of `side` pixels.
+    """Return the maximum length of an image's other side, in pixels, if one side is `side` pixels.
 
-    Up to this length in pixels, the image fits into a bucket if `side` is its height, and also if
-    `side` is its width. 0: no length fits.
+    Up to this length, the image fits into a bucket whether `side` is its height or its width.
+    0: no length fits.
     """
     widths = (bucket.width for bucket in buckets if bucket.height >= side)
     heights = (bucket.height for bucket in buckets if bucket.width >= side)
@@ -237,7 +237,7 @@ def _batch(
 def _images_to_see(
     images: ImageStatistics, start: Checkpoint, machine: Machine, pixels: int, length: int
 ) -> tuple[int, str]:
-    """Return the number of images to train on, counted once per epoch, and the reason.
+    """Return the number of images to train on (images times epochs), and the reason.
 
     The run has `length` times as many epochs as `finetuning_epochs` returns, or fewer on a CPU. The
     factor `length` is 1 for pretrained weights, and larger for random weights. `pixels` is the

@@ -118,10 +118,11 @@ def coco_from_segmentation(segmentation: Segmentation) -> list[list[float]] | di
 def _segmentation_from(
     annotation: Mapping[str, Any], height: int, width: int, limit: float
 ) -> tuple[Segmentation, bool]:
-    """Return an annotation's segmentation, and whether all its polygons are valid (RLE: True).
+    """Return an annotation's segmentation, and whether all its polygons are valid.
 
-    Invalid polygons are left out. `height` and `width` are those of the image. `limit` is the
-    largest valid absolute value of a coordinate. All three are in pixels.
+    Invalid polygons are left out. For an RLE, the second value is True. `height` and `width` are
+    the size of the image in pixels. `limit` is the largest valid absolute value of a coordinate,
+    in pixels.
 
     Raises:
         InvalidAnnotationError: The annotation has no segmentation, its segmentation is neither

@@ -31,14 +31,14 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
 def with_ids_of(dataset: CocoDataset, known: Sequence[Category]) -> tuple[Category, ...]:
     """Return the classes of a model with the ids that a data set uses.
 
-    Classes and categories are matched by name. The ids of a class can differ between data sets,
-    because YOLO counts from 0 and CVAT from 1. A class that the data set lacks keeps its id, or
-    gets a new one if the data set uses this id for another class. If the model has all categories
-    of the data set with the same ids, no id changes.
+    Classes and categories are matched by name. The ids of a class can differ between data sets:
+    YOLO counts from 0, CVAT from 1. A class that the data set lacks keeps its id, or gets a new
+    one if the data set uses this id for another class. If the model has all categories of the data
+    set with the same ids, no id changes.
 
     Raises:
-        ConfigError: The model lacks a category of the data set. Or an id would have to change, and
-            several categories of the data set, or several classes, have the same name.
+        ConfigError: The model lacks a category of the data set. Or the ids differ and cannot be
+            matched by name, because two categories or two classes have the same name.
     """
     check_categories(dataset, known)
     if set(dataset.categories) <= set(known):
@@ -77,8 +77,8 @@ def _remedy(name: str, known: Sequence[Category]) -> str:
 
     Args:
         name: Name of the category.
-        known: Classes of the model. If the name of one differs from `name` only in case or blanks,
-            the remedy is to rename the category to it.
+        known: Classes of the model. If the name of a class differs from `name` only in case or
+            blanks, the remedy is to rename the category to the name of this class.
     """
     for category in known:
         if _folded(category.name) == _folded(name):

@@ -99,8 +99,8 @@ def index_annotations(
         images: Result of `index_images`. Annotations of invalid images are ignored.
         labels: Label (1 is the first class) by category id.
         faults: Annotation ids by reason. The ids of invalid entries are added.
-        repairs: Annotation ids by reason. The ids of entries that are used after a repair, or that
-            have a duplicate id, are added.
+        repairs: Annotation ids by reason. The ids of repaired entries and duplicate ids are added.
+            Both kinds of entries are used.
     """
     instances: dict[int, list[Instance]] = defaultdict(list)
     seen: set[str] = set()

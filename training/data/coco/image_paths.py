@@ -26,8 +26,9 @@ class ImagePaths(NamedTuple):
 def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
     """Find the image files that a COCO file lists, in an image folder.
 
-    If a file is not at its listed path, a file of the same name (last path component) at any depth
-    of the folder is used. If several files or several listed paths have this name, none is used.
+    If a file is not at its listed path, the folder is searched at any depth for a file with the
+    same last path component. The file found is used only if no other file and no other listed path
+    has this component.
 
     Args:
         folder: Image folder.
@@ -57,7 +58,8 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
 def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
     """Return the path of a listed image file. None: the file is missing.
 
-    `present` contains the names of all files and folders directly in `folder`.
+    `name` is the listed path, relative to `folder`. `present` contains the names of all files and
+    folders directly in `folder`.
     """
     # Programs on Windows write backslashes, so try the name with slashes too.
     for candidate in (name, name.replace("\\", "/")):

@@ -33,11 +33,11 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
        the names must be synonyms (`valid/` for `val`).
     2. `folder/images`, unless it has a subfolder that is named after another split.
     3. `folder`.
-    4. All other subfolders of `folder` and of `folder/images`. A subfolder is excluded if it is
-       named after another split, and the other split lists any of the same five file names.
+    4. All other subfolders of `folder` and of `folder/images`. A subfolder that is named after
+       another split is excluded if that split also lists any of the five file names.
 
-    If all of these folders lack the five images, the first folder of steps 1 and 2 is chosen.
-    Splits without an image folder are skipped with a warning.
+    If all of these folders lack the five images, the first folder of step 1 is chosen, or else the
+    folder of step 2. Splits without an image folder are skipped with a warning.
 
     Raises:
         DataError: There is no annotation file, or no split has an image folder.
@@ -137,11 +137,11 @@ def _lists_other_images(place: Path, names: Sequence[str], others: Mapping[str, 
     """Return whether an image folder probably belongs to another split.
 
     The result is True if the folder is named after another split, and the other split's annotation
-    file lists any of `names`. In this case, equal file names stand for different images.
+    file lists any of `names`. Files of these names are then probably images of the other split.
 
     Args:
         place: The folder.
-        names: Image file names of the split whose image folder is wanted.
+        names: Image file names of the split for which the folder is a candidate.
         others: Annotation files of the other splits, by name of the split.
     """
     owners = (file for split, file in others.items() if _is_named(place, split))

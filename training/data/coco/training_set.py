@@ -47,6 +47,6 @@ def left_out_message(empty: int) -> str:
 
 
 def relabelled(record: ImageRecord, new_labels: Sequence[int]) -> ImageRecord:
-    """Return a copy of an image record. Replace each label n of it by `new_labels[n - 1]`."""
+    """Return a copy of an image record with each label n replaced by `new_labels[n - 1]`."""
     instances = tuple(replace(i, label=new_labels[i.label - 1]) for i in record.instances)
     return replace(record, instances=instances)

@@ -97,10 +97,12 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
 def _source_splits(
     file: Path, found: Mapping[str, FoundImages], labels: Mapping[Path, Path]
 ) -> dict[str, SourceSplit]:
-    """Return the splits by name. The faults of a split list its label files without an image.
+    """Return the splits by name.
+
+    The `faults` of a split name its missing images and its label files without an image.
 
     Args:
-        file: YAML file. The paths in the faults are relative to the folder of this file.
+        file: YAML file. The names of label files in `faults` are relative to its folder.
         found: Images by name of the split.
         labels: Label file by image file.
     """

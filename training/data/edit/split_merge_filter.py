@@ -32,8 +32,9 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
         content: The data set.
         shares: Share of the images, 0 to 1, by name of the part, such as `val`. The parts are
             filled in the order of this mapping. The remaining images become the part `train`. Each
-            part gets at least one annotated image. If only one annotated image is left, `train`
-            gets it, and the other part stays empty. An image and its augmented copies count as one.
+            part gets at least one annotated image. If too few images are annotated, `train`
+            still gets one, and the last parts in `shares` stay empty. An image and its augmented
+            copies count as one image.
 
     Returns:
         Content by name of the part, with `train` first.
@@ -150,7 +151,7 @@ def filter_content(
         content: The data set.
         classes: Names of the classes to keep. Their ids do not change. None: all classes.
         min_area: Minimum area of the annotations to keep, in square pixels.
-        drop_empty: Drop images of which no annotation is kept.
+        drop_empty: Drop images without a kept annotation, even if they had no annotations before.
 
     Raises:
         DataError: The data set lacks a class in `classes`.

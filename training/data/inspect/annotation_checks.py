@@ -119,7 +119,7 @@ def _suspicious_in(records: Sequence[ImageRecord]) -> list[Suspicion]:
 
 
 def _exceeds(boxes: _Floats, limits: _Floats) -> _Bools:
-    """Whether each box extends more than `_MAX_EXCESS` pixels beyond its image.
+    """Return an array `[N]`: whether each box exceeds its image by more than `_MAX_EXCESS` px.
 
     `boxes` is `[N, 4]` (xyxy); `limits` is `[N, 4]` (width, height, width, height of the image).
     """
@@ -128,10 +128,10 @@ def _exceeds(boxes: _Floats, limits: _Floats) -> _Bools:
 
 
 def _contradicts(areas: _Floats, measured: _Measurements) -> _Bools:
-    """Whether each annotated area differs too much from the area of its segmentation, `[N]`.
+    """Return an array `[N]`: whether each annotated area does not fit its segmentation.
 
     `areas` is `[N]`, in square pixels; `measured` has the measurements of the N segmentations. If
-    a segmentation has a polygon that crosses or touches itself, the result for it is False.
+    a polygon crosses or touches itself, the result for its segmentation is False.
     """
     slack = np.maximum(_AREA_TOLERANCE, measured.length / 2)
     low = (1 - _AREA_RELATIVE_TOLERANCE) * measured.min_area - slack
@@ -142,10 +142,11 @@ def _contradicts(areas: _Floats, measured: _Measurements) -> _Bools:
 
 
 def _is_duplicate(group_N: NDArray[np.int64], boxes_N4: _Floats) -> _Bools:
-    """Whether each of N boxes (xyxy) nearly equals an earlier box of the same group, `[N]`.
+    """Return an array `[N]`: whether each box nearly equals an earlier box of its group.
 
-    `group_N` identifies the group of each box. A group consists of all objects, or all crowds, of
-    the same class in the same image.
+    Boxes are xyxy, and nearly equal if their IoU exceeds `_DUPLICATE_IOU`. `group_N` identifies the
+    group of each box. A group consists of all objects, or all crowds, of the same class in the same
+    image.
     """
     # Comparing all pairs would be slow in crowded images. Therefore sort the boxes by their left
     # side, and compare each box with its successors until they are too far to the right for a high

@@ -94,7 +94,10 @@ def compared_samples(
     categories: tuple[Category, ...],
     title: str,
 ) -> list[GridSample]:
-    """Return two samples of an image: its ground truth, and `detections` with the title `title`."""
+    """Return two samples of an image: one with its ground truth, one with `detections`.
+
+    `title` is the title of the second sample.
+    """
     return [
         GridSample(record, categories, title="annotated"),
         GridSample(replace(record, instances=detections), categories, title=title),

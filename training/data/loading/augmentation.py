@@ -87,9 +87,9 @@ class Augmentation:
     def transform(self, sample: Sample, limits: tuple[int, int]) -> Sample:
         """Apply the transforms other than resizing and copy-paste to a resized sample.
 
-        The attribute `changes_outlines` is True if a transform does more to masks than flip them.
-        If it is True, the sample must have masks of the whole image, the result is cropped to
-        `limits` at a random position, its boxes are computed from the masks, and objects without a
+        If the attribute `changes_outlines` is False, the transforms change masks only by flips. If
+        it is True, the sample must have masks of the whole image. The result is then cropped to
+        `limits` at a random position, its boxes are computed from its masks, and objects without a
         visible pixel are dropped.
 
         Args:

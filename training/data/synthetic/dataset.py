@@ -76,8 +76,8 @@ def draw_dataset(
         config: Settings of the data set.
         workers: Number of processes. The files do not depend on this number. None: one per core
             that this process may use.
-        overwrite: Delete the images of an earlier, larger data set that the new one does not
-            replace. Files with the same name are always replaced.
+        overwrite: Delete the surplus images if the folder contains an earlier, larger data set.
+            Files with the same name are always replaced.
         on_image: Called after each image.
 
     Raises:
