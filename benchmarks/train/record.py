@@ -28,12 +28,15 @@ _METHOD_NOTE = """\
 Every run uses new processes. Runs of one seed have the same initial weights and batches. A
 step includes the wait for the next batch, the transfer of the batch to the device, forward and
 backward pass, and the optimiser. The first {warmup} of {iterations} steps are not timed. The table
-of runs has these columns:
+with the throughput has these columns:
 """
 _COLUMN_MEANINGS = {
+    "model": '"this": this project\'s model as configured; "eager": the same model without '
+    'compilation; "torchvision": torchvision\'s Mask R-CNN',
     "images/s": "throughput of all processes together; the other columns are measured in the "
     "process of rank 0",
-    "ratio": "throughput divided by that of torchvision's model",
+    "ratio": "throughput divided by that of torchvision's model in the same precision and with the "
+    "same seed",
     "of roofline": "throughput as a fraction of an upper bound, which a paragraph below defines",
     "p50, p90, p99": "latency of a step, in ms",
     "data": "waiting time for the next batch, as a fraction of the total time of the timed steps",
@@ -46,15 +49,18 @@ _COLUMN_MEANINGS = {
     "loss": "mean of the total loss over the last tenth of the steps",
 }
 _ROOFLINE_NOTE = """\
-The upper bound assumes that a GPU computes only convolutions and matrix products. A training step
-is assumed to have three times the operations of inference: one third for the outputs, two thirds
-for the gradients. This makes {flops:.3g} TFLOP per image; a multiply-add counts as two operations.
-The assumed rate is that of an 8192x8192x8192 matrix product in the same precision: {rates}.
+The upper bound of the throughput (column "of roofline") assumes that a GPU computes only
+convolutions and matrix products. A training step is assumed to have three times the operations of
+inference: one third for the outputs, two thirds for the gradients. This makes {flops:.3g} TFLOP per
+image; a multiply-add counts as two operations. The assumed rate is that of an 8192x8192x8192 matrix
+product in the same precision: {rates}.
 """
 _KINDS_NOTE = """\
 The GPU time by kind of kernel comes from a profile of one step. "element-wise" includes reductions.
-"convolutions" are kernels with such names; other convolutions run as kernels of matrix products.
-"NCCL" is the time in which only communication kernels run. "idle" is the time between kernels.
+"convolutions" are kernels whose names contain "conv", "fprop", "dgrad" or "wgrad". Convolutions
+that run as matrix products count as "matrix products". "RoIAlign" has only this project's kernels;
+torchvision's RoIAlign counts as "other". "NCCL" is the time in which only communication kernels
+run. "idle" is the time between kernels.
 """
 _TORCHVISION_NOTE = """\
 Torchvision's model is trained with the same initial weights, optimiser and images as this project's
