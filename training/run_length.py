@@ -27,8 +27,8 @@ def finetuning_epochs(images: int) -> float:
 def with_run_length(dataset: CocoDataset, config: TrainConfig) -> TrainConfig:
     """Return a configuration with `solver.epochs`, if set, converted to `solver.max_iterations`.
 
-    A warning is logged if the run has more than 50 times as many epochs as `finetuning_epochs`
-    estimates for the training images.
+    If the run has more than 50 times the epochs that the function `finetuning_epochs` returns for
+    its number of training images, a warning is logged.
 
     Raises:
         DataError: `solver.epochs` is set, and the data set has no image for training.

@@ -115,7 +115,10 @@ def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
 
 
 def _planes_of(planes: Tensor, image: _Image) -> tuple[Tensor, Tensor]:
-    """Return an image's luma plane [h, w], and its chroma planes [2, ch, cw]."""
+    """Return the luma plane [h, w] and the chroma planes [2, ch, cw] of one image of a batch.
+
+    `planes` [bytes] uint8 has the planes of the whole batch. `image` has the offsets of the image.
+    """
     shape = _CHANNELS - 1, image.chroma_height, image.chroma_width
     luma = planes[image.luma : image.chroma].view(image.height, image.width)
     return luma, planes[image.chroma :][: math.prod(shape)].view(shape)

@@ -42,7 +42,10 @@ class StreamEvent:
             self._event.record()
 
     def wait(self, longest_pause_s: float = LONGEST_PAUSE_S) -> None:
-        """Poll the event until it is complete, with pauses of at most `longest_pause_s`."""
+        """Wait until the GPU work before the event is complete.
+
+        Between two polls, this thread pauses for at most `longest_pause_s` seconds.
+        """
         # CUDA's own waits are worse: the spinning one occupies a core, and the blocking one takes
         # 10 ms on some virtual machines. The pauses grow, because each poll takes the GIL and CPU
         # time. Bulk prediction passes a smaller `longest_pause_s`, because it is faster with short

@@ -112,8 +112,8 @@ def merge(
     for file, content in zip(annotations, contents, strict=True):
         for name, ids in repeated_classes(content).items():
             click.echo(
-                f"joined {len(ids)} categories with the name {name!r} in {file}; their ids: "
-                f"{', '.join(map(str, ids))}",
+                f"merged the {len(ids)} categories of {file} that are named {name!r} (ids "
+                f"{', '.join(map(str, ids))})",
                 err=True,
             )
     if written.faults:

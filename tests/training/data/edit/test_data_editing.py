@@ -118,7 +118,7 @@ def test_merging_reports_classes_and_images_that_one_set_repeats(tmp_path: Path)
     merged = tmp_path / "merged.json"
     options = [o for f in (file, second) for o in ("--images", tmp_path, "--annotations", f)]
     output = call("merge", merged, *options)
-    assert f"2 categories with the name 'thing' in {file}; their ids: 30, 31" in output
+    assert f"2 categories of {file} that are named 'thing' (ids 30, 31)" in output
     assert str(second) not in output
     assert f"1 images: duplicate id ({other['file_name']})" in output
     assert f"1 images: no id or no file name ({other['file_name']})" in output
