@@ -143,19 +143,12 @@ def _timeline(activities: Sequence[GpuActivity]) -> Iterator[tuple[GpuActivity, 
         end = max(end, stop)
 
 
-def communication_milliseconds(activities: Sequence[GpuActivity]) -> tuple[float, float]:
-    """Return the NCCL time of a training step.
+def communication_milliseconds(activities: Sequence[GpuActivity]) -> float:
+    """Return the milliseconds of a training step in which NCCL kernels run.
 
-    Args:
-        activities: GPU activities of a step, ordered by start time.
-
-    Returns:
-        Milliseconds in which NCCL kernels run, and milliseconds in which only NCCL kernels run.
+    `activities` are the GPU activities of the step, ordered by start time.
     """
-    nccl = [activity for activity in activities if _is_communication(activity)]
-    others = [activity for activity in activities if not _is_communication(activity)]
-    exposed = busy_microseconds(activities) - busy_microseconds(others)
-    return busy_microseconds(nccl) / 1000, exposed / 1000
+    return busy_microseconds([x for x in activities if _is_communication(x)]) / 1000
 
 
 def milliseconds_by_stage(activities: Sequence[GpuActivity]) -> dict[str, float]:
@@ -188,8 +181,9 @@ def milliseconds_by_kind(activities: Sequence[GpuActivity]) -> dict[str, float]:
         activities: GPU activities of a step, ordered by start time.
     """
     times = dict.fromkeys((*KERNEL_KINDS, IDLE), 0.0)
-    _, times[NCCL] = communication_milliseconds(activities)
-    for activity, _, busy in _timeline([x for x in activities if not _is_communication(x)]):
+    others = [x for x in activities if not _is_communication(x)]
+    times[NCCL] = (busy_microseconds(activities) - busy_microseconds(others)) / 1000
+    for activity, _, busy in _timeline(others):
         times[_kind(activity.name)] += busy / 1000
     times[IDLE] = sum(idle for _, idle, _ in _timeline(activities)) / 1000
     return times

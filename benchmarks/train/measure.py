@@ -356,6 +356,6 @@ def _gpu_steps(step: Callable[[], object]) -> GpuSteps:
         whole_step()
     host_ms = 1000 * statistics.median(starts)
     activities = profile_gpu(whole_step, count=1)
-    communication_ms, _ = communication_milliseconds(activities)
+    communication_ms = communication_milliseconds(activities)
     kinds_ms = milliseconds_by_kind(activities)
     return GpuSteps(host_ms, len(activities), communication_ms, kinds_ms)
