@@ -85,7 +85,7 @@ class DeviceSteps:
         run_capacity: int = RUN_CAPACITY,
         longest_pause_s: float = LONGEST_PAUSE_S,
     ) -> None:
-        """Create the processing steps of a batch (decoding, model, encoding) and their CUDA streams.
+        """Create the steps of a batch (decoding, model, encoding) and their CUDA streams.
 
         Args:
             backend: Backend that computes the model.
