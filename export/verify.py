@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether all outputs are finite, and at most the allowed share of detections is wrong."""
+        """Whether all outputs are finite, and the share of mismatched detections is tolerated."""
         differences = (self.boxes, self.scores, self.masks)
         return bool(np.isfinite(differences).all()) and (
             self.missed <= self.tolerance.share * self.detections

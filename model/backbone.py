@@ -27,7 +27,7 @@ class FrozenBatchNorm2d(ops.FrozenBatchNorm2d):  # type: ignore[misc]
     """Batch norm with constant weights and statistics, for feature maps [B, C, H, W]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised maps in the dtype of `x`."""
+        """Normalise feature maps `x` [B, C, H, W]. The result has the dtype of `x`."""
         weight, bias, mean, variance = (
             values.reshape(1, -1, 1, 1)
             for values in (self.weight, self.bias, self.running_mean, self.running_var)
@@ -169,7 +169,7 @@ class Backbone(nn.Module):
         return self
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """Return the feature maps of normalised images, finest first."""
+        """Return the backbone's maps of normalised images [B, 3, H, W], finest first."""
         return self.last_stage(self.first_stages(self.stem(images)))
 
     def stem(self, images: Tensor) -> Tensor:

@@ -76,9 +76,9 @@ class _PlaneSizes(NamedTuple):
         return self.height * self.width + 2 * self.chroma_height * self.chroma_width
 
     def image_at(self, luma: int) -> _Image:
-        """Return the `nvjpegImage_t` of contiguous planes.
+        """Return the C struct `nvjpegImage_t` of an image whose planes are contiguous in memory.
 
-        `luma` is the address of the first plane.
+        `luma` is the address of the luma plane, which is the first.
         """
         if not self.chroma_height:
             return _Image((luma, None, None, None), (self.width, 0, 0, 0))
@@ -170,9 +170,9 @@ class HardwareJpegDecoder:
         return _PlaneSizes(*size, -(-size[0] // factors[0]), -(-size[1] // factors[1]))
 
     def _queue(self, files: Sequence[Tensor], sizes: Sequence[_PlaneSizes], planes: Tensor) -> bool:
-        """Queue the decoding of files into `planes`, which receives all planes without gaps.
+        """Queue the decoding of JPEGs into `planes`, a GPU tensor [N] without gaps between planes.
 
-        Return False if nvJPEG reports an error.
+        `sizes` holds the plane sizes of each file. Return False if nvJPEG reports an error.
         """
         slot = self._take_slot()
         try:

@@ -43,7 +43,7 @@ _OPPOSITES = {6: 8, 8: 6}
 
 @contextmanager
 def errors_of_file(path: Path) -> Iterator[None]:
-    """Context manager: put `path`, an image file, before the message of each `ImageError`."""
+    """Context manager: if the block raises `ImageError`, put `path` before the error's message."""
     try:
         yield
     except ImageError as error:

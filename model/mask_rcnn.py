@@ -82,7 +82,10 @@ class MaskRCNN(nn.Module):
         return self.losses(images, image_sizes, targets, seeds)
 
     def detect(self, images: Tensor, image_sizes: Tensor) -> BatchDetections:
-        """Return the detections of a batch. The arguments are those of `forward`."""
+        """Return the detections of a batch.
+
+        The arguments (padded images, and their sizes before padding) are those of `forward`.
+        """
         features = self._features(images, image_sizes)
         proposals = self.rpn.propose(self.rpn(features, images.shape[2:]), image_sizes)
         found = self.roi_heads.detect(features, proposals, image_sizes)
@@ -97,7 +100,8 @@ class MaskRCNN(nn.Module):
     ) -> LossTerms:
         """Return the sums of a batch's losses, and the counts that divide them.
 
-        The arguments are those of `forward`.
+        The arguments (padded images, their sizes before padding, ground truth, and random seeds)
+        are those of `forward`.
         """
         samples = self.sample(images, image_sizes, targets, seeds)
         return LossTerms(self.loss_sums(samples, targets), samples.counts)
@@ -107,16 +111,19 @@ class MaskRCNN(nn.Module):
     ) -> TrainingSamples:
         """Compute the feature maps of a batch, and sample anchors and RoIs for its losses.
 
-        The arguments are those of `forward`.
+        The arguments (padded images, their sizes before padding, ground truth, and random seeds)
+        are those of `forward`.
         """
         height, width = images.shape[2:]
         maps = self.first_stages(images, image_sizes)
         return self.sample_from_maps(maps, (height, width), image_sizes, targets, seeds)
 
     def first_stages(self, images: Tensor, image_sizes: Tensor) -> list[Tensor]:
-        """Normalise images, and return the maps of the backbone's first stages, finest first.
+        """Normalise images, and return the maps of the ResNet's stages before `layer4`.
 
-        The arguments are those of `forward`.
+        The maps are ordered from fine to coarse. Without a pyramid, only the map of `layer3` is
+        returned. The arguments (padded images, and their sizes before padding) are those of
+        `forward`.
         """
         return self.backbone.first_stages(self.stem(images, image_sizes))
 
@@ -161,7 +168,7 @@ class MaskRCNN(nn.Module):
     def stem(self, images: Tensor, image_sizes: Tensor) -> Tensor:
         """Normalise images, set their padding to 0, and return the output of the ResNet's stem.
 
-        The arguments are those of `forward`.
+        The arguments (padded images, and their sizes before padding) are those of `forward`.
         """
         mean, std = (x.float()[:, None, None] for x in (self.pixel_mean, self.pixel_std))
         height, width = image_sizes[:, :, None, None].unbind(dim=1)

@@ -137,7 +137,7 @@ class RegionProposalNetwork(nn.Module):
     def sample(self, anchors: Tensor, targets: Targets, seeds: Tensor) -> TrainingAnchors:
         """Sample anchors for the losses.
 
-        `anchors` is `RpnOutputs.anchors`, and `seeds` [B] holds one random seed per image.
+        `anchors` [N, 4] is `RpnOutputs.anchors`. `seeds` [B] holds one random seed per image.
         """
         config = self.config.sampling
         matches = match_candidates(anchors, targets, config, low_quality=True)
@@ -161,7 +161,7 @@ class RegionProposalNetwork(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return objectness loss and box loss of sampled anchors: two sums over the batch.
 
-        `features` is as in `forward`.
+        `features` holds one map [B, channels, H_l, W_l] per pyramid level l, as in `forward`.
         """
         logits, deltas = self._outputs_at(features, anchors.indices)
         objectness = F.binary_cross_entropy_with_logits(

@@ -58,7 +58,7 @@ class ReloadOnChange(Generic[T]):
     """Value that is loaded from files. If a file has changed, `current` reloads the value."""
 
     def __init__(self, files: Sequence[Path], load: Callable[[T | None], T]) -> None:
-        """Load the value for the first time.
+        """Load a value from files for the first time.
 
         Args:
             files: Files that the value depends on.
@@ -75,7 +75,7 @@ class ReloadOnChange(Generic[T]):
         self._value = load(None)
 
     def current(self) -> T:
-        """Return the value. If a file has changed, reload the value first.
+        """Return the value loaded from the files. If a file has changed, reload the value first.
 
         If the reload fails, log the error and return the previous value.
         """

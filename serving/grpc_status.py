@@ -98,7 +98,7 @@ class CallOutcome:
         self._callbacks.append(callback)
 
     def end(self) -> None:
-        """Call the done callbacks. Idempotent."""
+        """Call the functions that were registered with `add_done_callback`. Idempotent."""
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(self)

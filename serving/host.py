@@ -169,7 +169,7 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         cores: Set[int] | None = None,
     ) -> None:
-        """Start the process.
+        """Start the child process.
 
         Args:
             name: Name of the process in messages. top and ps show its first 15 characters.
@@ -207,11 +207,11 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process ID."""
+        """Process ID of the child process."""
         return self._process.pid
 
     def kill(self) -> None:
-        """Kill the process."""
+        """Kill the child process with SIGKILL."""
         self._process.kill()
 
     def _forward_log(self) -> None:

@@ -75,7 +75,7 @@ class ModelCollector(Collector):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
+        """Yield the current metrics of all models."""
         counted = self._models.resources.telemetry.metrics.statistics
         # A reload can change names, so there may be counts of names that are not served any more.
         names = {*self._models.states, *list(counted)}
@@ -191,7 +191,7 @@ class _Handler(WSGIRequestHandler):
         """Do nothing. The base class would write each request to standard error."""
 
     def get_stderr(self) -> io.StringIO:
-        """Return the stream for tracebacks."""
+        """Return the stream to which wsgiref writes the traceback of a failed request."""
         return _ErrorLog()
 
 

@@ -195,7 +195,7 @@ def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
 
 
 class _RayDetector:
-    """Ray actor that loads a model and detects objects in batches of rows, one per image."""
+    """Ray actor that loads a model and detects objects in batches of rows with one image each."""
 
     def __init__(self, options: DetectionOptions, predictor: dict[str, Any]) -> None:
         self._options = options
@@ -222,9 +222,9 @@ class _RayDetector:
 def _with_bytes(
     stores: Sequence[pyarrow.fs.FileSystem], row: dict[str, Any]
 ) -> dict[str, str | bytes]:
-    """Read the image of a row. Return a row with the keys `path`, `bytes` and `error`.
+    """Read the image file that `row` names. Return a row with keys `path`, `bytes` and `error`.
 
-    The given row has the keys `store`, an index of `stores`, and `path`, a path in that store.
+    The argument `row` has the keys `store`, an index of `stores`, and `path`, a path in that store.
     If reading succeeds, `error` is "". If it fails, `error` is the message and `bytes` is empty.
     """
     path = row["path"]

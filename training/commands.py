@@ -86,8 +86,8 @@ def train(
 
     With --resume, the training images and annotations, the sections model and data, and the keys
     seed, solver.optimizer and solver.images_per_batch must be those of the interrupted run.
-    Within section data, only the keys val, workers, on_broken, flip_probability and transforms, and
-    the paths in train, may change. All keys that are not named here may change.
+    Exceptions in section data are the keys val, workers, on_broken, flip_probability and
+    transforms, and the paths in train. The exceptions and all other keys may change.
     """
     from .config import load_config
 

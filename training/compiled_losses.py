@@ -44,7 +44,7 @@ class CompiledLosses:
         on_counts: Callable[[Tensor], None] | None = None,
         on_gradients: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare the compilation. The first call with each shape of the image batch compiles.
+        """Prepare the compiled losses. The first call with each image batch shape compiles them.
 
         Args:
             model: Model to train.

@@ -41,7 +41,7 @@ class ConfiguredCommand(click.Command):
     """Click command that takes overrides `KEY=VALUE`. `--help` lists all keys of `TrainConfig`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments.
+        """Parse the command line as click does. Reject configuration keys in a wrong form.
 
         Raises:
             click.UsageError: A configuration key is written as an option such as `--base-lr`, or

@@ -106,7 +106,7 @@ class GradientSum:
         self._operations: list[Any] = []
 
     def start(self) -> None:
-        """Start to sum the gradients of the next group. Do not wait.
+        """Start to sum the gradients of the next group of parameters over all ranks. Do not wait.
 
         Call this as soon as the backward pass has computed these gradients. The backward pass can
         continue during the sum.
@@ -116,7 +116,10 @@ class GradientSum:
         self._start_next()
 
     def finish(self) -> None:
-        """Sum the remaining groups, and wait for all sums. Call this after the backward pass."""
+        """Sum the gradients of the remaining groups of parameters, and wait for all sums.
+
+        Call this after the backward pass.
+        """
         while self._started < len(self._groups):
             self._start_next()
         for operation in self._operations:

@@ -14,7 +14,7 @@ class EarlyStopping:
     """Early-stopping state: best mask AP of a run, and number of evaluations after the best one."""
 
     def __init__(self, settings: EvaluationConfig, state: Mapping[str, Any]) -> None:
-        """Create the state of a new run, or restore the state of a resumed run.
+        """Create the early-stopping state of a new run, or restore that of a resumed run.
 
         Args:
             settings: Section `evaluation` of the configuration.
@@ -26,7 +26,7 @@ class EarlyStopping:
         self._since_best: int = state.get("evaluations_since_best", 0)
 
     def state(self) -> dict[str, Any]:
-        """Return the entries to store in the `training_state` of a checkpoint."""
+        """Return the early-stopping state, as entries of a checkpoint's `training_state`."""
         return {"best_ap": self._best_ap, "evaluations_since_best": self._since_best}
 
     def record(self, metrics: Mapping[str, float]) -> bool:

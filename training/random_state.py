@@ -41,7 +41,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(states: dict[str, Any], device: torch.device) -> None:
-    """Restore states that `generator_states` returned.
+    """Restore the states of random generators from `states`, a result of `generator_states`.
 
     If `device` is the CPU, a GPU state in `states` is ignored. If `device` is a GPU, but `states`
     has no GPU state, the generator of this GPU is not changed.

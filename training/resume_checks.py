@@ -77,10 +77,9 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
     """Check that a run can be resumed from a checkpoint with the current configuration and data.
 
     The sections `model` and `data`, the training images and annotations, the seed, the optimiser
-    type and the batch size must be those of the checkpoint. Within `data`, only the keys `val`,
-    `workers`, `on_broken`, `flip_probability` and `transforms`, and the paths in `train`, may
-    change. All keys that are not named here may change. Changes are logged, except those of
-    `output_dir`.
+    type and the batch size must be those of the checkpoint. Exceptions in `data` are the keys
+    `val`, `workers`, `on_broken`, `flip_probability` and `transforms`, and the paths in `train`.
+    The exceptions and all other keys may change. Changes are logged, except those of `output_dir`.
 
     Args:
         checkpoint: Checkpoint to resume from.
@@ -111,7 +110,7 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
 
 
 def _identity_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the result of `run_identity` that a checkpoint stores.
+    """Return the configuration and training-set hashes (`run_identity`) that a checkpoint stores.
 
     Raises:
         ConfigError: The checkpoint has no training state.

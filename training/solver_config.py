@@ -69,8 +69,8 @@ class SolverConfig(FrozenConfig):
     def scaled(self) -> "SolverConfig":
         """Scale the schedule from the batch size `scale_from_batch` to `images_per_batch`.
 
-        With the ratio `images_per_batch` / `scale_from_batch`, `base_lr` is multiplied by the
-        ratio, and `max_iterations`, `steps` and `warmup_iterations` are divided by it. If
+        `base_lr` is multiplied by the ratio `images_per_batch / scale_from_batch`.
+        `max_iterations`, `steps` and `warmup_iterations` are divided by this ratio. If
         `scale_from_batch` is None, the configuration is returned unchanged.
 
         Raises:

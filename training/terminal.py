@@ -23,7 +23,7 @@ class _Console(Console):
     """Console that raises `BrokenPipeError` if its pipe is closed."""
 
     def on_broken_pipe(self) -> None:
-        """Raise the current error again. Rich's own method would exit."""
+        """Raise the current `BrokenPipeError` again. Rich's method would end the process."""
         raise
 
 
@@ -63,7 +63,7 @@ class _FileHandler(logging.FileHandler):
         warn_of_unwritten(Path(self.baseFilename), error)
 
     def close(self) -> None:
-        """Close the file. A pending line that cannot be written is lost."""
+        """Close the log file. A pending line that cannot be written is lost."""
         with suppress(OSError):
             super().close()
 

@@ -28,7 +28,10 @@ class Tracker(Protocol):
     """Interface of all trackers, which record the metrics and drawings of a run."""
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
-        """Record values by name. `iteration` is the number of completed iterations."""
+        """Record values such as losses and metrics, given by name.
+
+        `iteration` is the number of completed iterations.
+        """
 
     def log_drawing(self, path: Path, iteration: int) -> None:
         """Record a PNG file of validation images, drawn after `iteration` completed iterations."""

@@ -125,7 +125,7 @@ class Trainer:
         return self.worker.world_size > 1 and self._compiles() and not self._changing_buffers()
 
     def _over_ranks(self) -> nn.Module:
-        """Return the model. Wrap it if DistributedDataParallel is to sum the gradients.
+        """Return the model, wrapped in DistributedDataParallel if this must sum the gradients.
 
         The model is not wrapped if there is one rank, or if `GradientSum` sums the gradients.
         """
@@ -137,7 +137,8 @@ class Trainer:
         """Restore model, optimiser, loss scaler and random generators from a checkpoint.
 
         Settings of the optimiser, such as weight decay, are taken from the configuration, not from
-        the checkpoint. Call `check_resumable` first.
+        the checkpoint. If the number of ranks has changed, the random generators are not restored.
+        Call `check_resumable` first.
         """
         state = checkpoint.training_state
         settings = [

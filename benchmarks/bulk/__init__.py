@@ -146,7 +146,7 @@ def bulk_record(results: Sequence["BulkResult"], images: str) -> Record:
 
 
 def bulk_goals(results: Sequence["BulkResult"]) -> list[str]:
-    """For each result on a GPU, return a sentence that compares its `share` with `_GOAL`.
+    """For each result on a GPU, return a sentence that compares its `share` with the goal.
 
     `share` is the throughput of all steps divided by the throughput of the model step alone.
     Results on a CPU get no sentence.

@@ -81,7 +81,7 @@ def plan_steps(images: int, config: TrainConfig) -> tuple[PlannedStep, ...]:
 
 
 def plan_table(steps: Sequence[PlannedStep]) -> Table:
-    """Return the steps with their expected minutes as a table."""
+    """Return a table of a quickstart's steps and their expected durations in minutes."""
     table = Table("step", "", title="plan", title_justify="left")
     table.add_column("minutes on two CPU cores", justify="right")
     for number, step in enumerate(steps, start=1):
@@ -100,13 +100,13 @@ def step(
     *,
     has_progress: bool = False,
 ) -> Iterator[None]:
-    """Print the title of a step before the `with` block, and the step's duration afterwards.
+    """Print the title of a quickstart step before the `with` block, and its duration after it.
 
     While the `with` block runs, the expected time left is shown if the output is a terminal.
 
     Args:
         console: Console to print to.
-        steps: All steps.
+        steps: All steps of the quickstart.
         number: Number of the step, from 1.
         folder: Folder of the step's outputs, printed at the end. None: no folder is printed.
         has_progress: Whether the code in the `with` block shows its progress. If so, the time left

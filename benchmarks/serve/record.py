@@ -186,9 +186,9 @@ def _latency_goal(
 ) -> str:
     """Return sentences on latency, refused requests and server memory under an open loop.
 
-    `result` is the result under the open loop `load`. `best` is the fastest closed-loop result. The
-    latency is compared with a goal only if `max_delay_ms`, the server's option `--max-delay-ms`, is
-    not None, and the open loop's rate is below the throughput of `best`.
+    `result` is the result under the open loop `load`. `best` is the fastest closed-loop result. If
+    the rate of `load` is below the throughput of `best`, the latency is compared with a goal. The
+    goal depends on `max_delay_ms`, the server's option `--max-delay-ms`. None: there is no goal.
     """
     refused = result.refused_requests
     refusal = f"{refused} of {refused + result.requests} refused"

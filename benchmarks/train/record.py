@@ -75,7 +75,7 @@ def train_record(
 
     Args:
         results: Runs, at least one. All have the same number of steps.
-        rooflines: Upper bounds of the throughput of one GPU, by precision.
+        rooflines: Upper bounds of the throughput of one GPU, at most one per precision.
     """
     from ...model.losses import LOSS_NAMES
 

@@ -83,24 +83,30 @@ class BuildProgress:
         self.error: Exception | None = None
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
-        """Add a bar for a phase of `steps` steps. `parent` is None for a top-level phase."""
+        """Add a progress bar for a build phase of `steps` steps.
+
+        `parent` is the phase that contains this phase, or None for a top-level phase.
+        """
         self._depths[phase] = self._depths.get(parent, -1) + 1
         label = "  " * self._depths[phase] + phase
         self._bars[phase] = self._progress.add_task(label, total=steps)
 
     def advance(self, phase: str, step: int) -> bool:
-        """Mark a step, counted from 0, as complete. Return False if the build was cancelled."""
+        """Mark a step of a build phase as complete. The first step is 0.
+
+        Return False if the build was cancelled.
+        """
         if phase in self._bars:
             self._progress.update(self._bars[phase], completed=step + 1)
         return not self._is_cancelled
 
     def finish(self, phase: str) -> None:
-        """Remove the bar of a phase."""
+        """Remove the progress bar of a build phase."""
         if phase in self._bars:
             self._progress.remove_task(self._bars.pop(phase))
 
     def cancel(self) -> None:
-        """Stop the build after its current step."""
+        """Stop the engine build after its current step."""
         self._is_cancelled = True
 
 

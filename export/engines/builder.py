@@ -145,14 +145,17 @@ class EngineBuilder(ABC):
 
     @abstractmethod
     def _prepare(self, config: Any) -> None:
-        """Set those options of TensorRT's `IBuilderConfig` that only this kind of engine has."""
+        """Set options of an `IBuilderConfig` that only the subclass's kind of engine has."""
 
     @abstractmethod
     def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
-        """Return the layers of a serialized engine, which was built from the ONNX file `model`."""
+        """Return the layers of the serialized engine `plan`, built from the ONNX model `model`."""
 
     def _requirements(self, has_plugins: bool) -> dict[str, Any]:
-        """Return manifest fields that only this kind of engine has. The base class returns {}."""
+        """Return manifest fields that only the subclass's kind of engine has. The default is {}.
+
+        `has_plugins` states whether the engine uses plugins of this project.
+        """
         return {}
 
     def _load_model(self, onnx_path: Path) -> tuple[bytes, dict[str, str]]:
@@ -162,9 +165,9 @@ class EngineBuilder(ABC):
     def _build_plan(
         self, model: bytes, name: str, precision: Precision, progress: BuildProgress
     ) -> Any:
-        """Build an engine, check its precision, and return it serialized.
+        """Build an engine, check its precision, and return the serialized engine.
 
-        `name` is the engine's name in log and error messages.
+        `model` is a serialized ONNX model. `name` is the engine's name in log and error messages.
         """
         builder = self._trt.Builder(self._logger)
         network = builder.create_network(self._network_flags())
@@ -209,7 +212,7 @@ class EngineBuilder(ABC):
         return config
 
     def _run(self, builder: Any, network: Any, config: Any) -> Any:
-        """Build an engine. Return the serialized engine, or None if the build failed."""
+        """Build a TensorRT network. Return the serialized engine, or None if the build failed."""
         return builder.build_serialized_network(network, config)
 
     def _parser_error(self, parser: Any, name: str) -> str:

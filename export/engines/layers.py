@@ -165,8 +165,8 @@ _LISTED_TENSOR = re.compile(
 def layers_from_listing(text: str) -> list[Layer]:
     """Parse the list of an engine's layers in TensorRT-RTX's build log, one layer per line.
 
-    The log is available without a GPU. The input of `layers_from_json` is not, because it comes
-    from a loaded engine. The types of the weights stay unknown.
+    Reading the log needs no GPU, whereas the input of `layers_from_json` comes from an engine that
+    is loaded on a GPU. The types of the weights stay unknown.
     """
     return [
         Layer(

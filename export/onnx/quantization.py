@@ -145,7 +145,7 @@ def make_symmetric(graph: onnx.GraphProto) -> None:
 def _feed(
     path: Path, preprocessing: Preprocessing, bucket: ShapeBucket, dtype: np.dtype[Any]
 ) -> dict[str, NDArray[Any]]:
-    """Return the model's inputs by name for an image file."""
+    """Read, resize, crop and pad an image, and return the model's inputs by name."""
     resized = read_resized_image(path, preprocessing)[: bucket.height, : bucket.width]
     pixels = pad_to_bucket(resized, bucket)[None].astype(dtype)
     return dict(zip(INPUT_NAMES, (pixels, np.array([resized.shape[:2]], np.int64)), strict=True))

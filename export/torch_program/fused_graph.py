@@ -150,9 +150,9 @@ def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def _reduction_after(node: Node) -> Node | None:
-    """Return the 1x1 convolution that reads `node` and can be fused with it, or None.
+    """Return the 1x1 convolution that can be fused with the convolution `node`, or None.
 
-    Only a convolution with stride 1, a ReLU and no residual can be fused.
+    It must read the result of `node`, have stride 1 and a ReLU, and add no residual.
     """
     for user in node.users:
         if user.target is _own.gemm_convolution.default:

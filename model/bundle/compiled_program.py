@@ -79,7 +79,7 @@ def write_compiled_program(
     dtype: torch.dtype,
     compiled: Path,
 ) -> None:
-    """Compile an exported program for batch size 1 and for larger batches. Write both to one file.
+    """Compile an exported program twice, for batch size 1 and for larger batches, into one file.
 
     Args:
         path: file of the exported program.

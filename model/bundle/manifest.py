@@ -141,7 +141,7 @@ class CompileTarget(_Record):
 
 
 class CompiledProgram(_Record):
-    """File of a program that torch compiled ahead of time for one GPU architecture."""
+    """Manifest entry of a program that torch compiled ahead of time for one GPU architecture."""
 
     path: str
     sha256: str

@@ -23,7 +23,7 @@ class Program:
     def __init__(
         self, run: Callable[..., tuple[Tensor, ...]], precision: Precision, device: torch.device
     ) -> None:
-        """Wrap a compiled or interpreted program.
+        """Create a `Program` from a function that runs compiled or interpreted code.
 
         Args:
             run: function that computes the outputs from images and image sizes.
@@ -49,11 +49,12 @@ class Program:
             return self._run(images, image_sizes)
 
     def prepare(self, images: Tensor, image_sizes: Tensor) -> None:
-        """Warm up for batches of the shape of `images`. The program's device must be a GPU.
+        """Warm up a program on a GPU for batches of the shape of `images`.
 
-        The program runs once, which compiles it, loads kernels and selects algorithms. The outputs
-        are discarded. During this run, the GPU memory limit of the process is reduced. If the
-        program exceeds this limit, it runs again with the previous limit.
+        The arguments are those of `__call__`. The program runs once, which compiles it, loads
+        kernels and selects algorithms. The outputs are discarded. During this run, the GPU memory
+        limit of the process is reduced. If the program exceeds this limit, it runs again with the
+        previous limit.
         """
         # In fp32, some algorithms that cuDNN tries would take all GPU memory, including memory that
         # other processes need. Therefore the first run has a lower memory limit. If the model
@@ -157,7 +158,7 @@ def torch_math_mode(precision: Precision) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignore_torch_warnings() -> Iterator[None]:
-    """Context manager: suppress all Python warnings, such as torch's about its internals."""
+    """Context manager: suppress all Python warnings, such as those about torch's internals."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -11,7 +11,10 @@ class LazyGroup(click.Group):
     """Click group that imports the module of a subcommand only when the subcommand is used."""
 
     def __init__(self, *arguments: Any, targets: Mapping[str, str], **options: Any) -> None:
-        """Create a group. `targets` maps a subcommand's name to `package.module:attribute`."""
+        """Create a group. `targets` maps a subcommand's name to `package.module:attribute`.
+
+        The other arguments are those of `click.Group`.
+        """
         super().__init__(*arguments, **options)
         self._targets = targets
 

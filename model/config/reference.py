@@ -116,7 +116,7 @@ def _kind(annotation: Any) -> str:
 
 
 def _plural(annotation: Any) -> str:
-    """Describe several values of one type in words, with their bounds, as in `numbers > 0`."""
+    """Describe a type annotation in words, as a plural with its bounds, as in `numbers > 0`."""
     kind = _kind(annotation)
     plural = f"{kind}s" if kind in (*_KINDS.values(), "mapping") else kind
     fields = (x for x in getattr(annotation, "__metadata__", ()) if isinstance(x, FieldInfo))

@@ -98,7 +98,7 @@ def download_file(
     """
 
     def mismatch(file: Path) -> str | None:
-        """Describe how the checksum of a file differs from the expected one. None: both agree."""
+        """Describe a wrong checksum of a file. None: it is correct, or `checksum` is None."""
         if checksum is None:
             return None
         actual = checksum.of(file, f"checking {path.name}", on_progress)

@@ -57,7 +57,7 @@ class Weights:
 
     @property
     def settings(self) -> Settings:
-        """Settings of the model and its input. `structure` takes precedence over `assumed`."""
+        """Settings of the model and its input. Inferred or stated ones override assumed ones."""
         return self.assumed | self.structure
 
     @property

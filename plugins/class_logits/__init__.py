@@ -1,7 +1,7 @@
 """Mask logits of each instance, for the instance's class only.
 
-`maskrcnn::class_logits` takes activated features. `maskrcnn::relu_class_logits` also adds a bias to
-the features and applies a ReLU, and has a gradient.
+`maskrcnn::class_logits` takes activated features. `maskrcnn::relu_class_logits` first adds a bias
+to the features and applies a ReLU. Only `relu_class_logits` has a gradient.
 """
 
 from .operation import class_logits, relu_class_logits

@@ -189,7 +189,7 @@ def _value_type(features: Tensor) -> str:
 
 
 def _arguments(**tensors: Tensor) -> list[Tensor]:
-    """Check dtype and shape of the arguments, which are given by name.
+    """Check dtype and shape of arguments of `relu_class_logits`, which are given by name.
 
     Return the tensors in the given order, contiguous and 16-byte aligned.
     """

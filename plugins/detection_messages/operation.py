@@ -1,8 +1,8 @@
 """Serialisation of detections as protobuf messages.
 
-Specification of all implementations: an image's bytes are the field `detections` of a
-`DetectResponse` of `protos/maskrcnn/v1/detector.proto`, as protobuf serialises it, for detections
-with RLE masks. The bytes of all images are in one buffer without gaps, in any order.
+Specification of all implementations: an image's bytes are the serialised field `detections` of the
+message `DetectResponse` in `protos/maskrcnn/v1/detector.proto`. All detections have RLE masks. The
+bytes of all images are in one buffer without gaps, in any order.
 """
 
 import struct
@@ -108,7 +108,10 @@ def _on_host(batch: DetectionBatch, classes: ClassTable, capacity: int) -> tuple
 
 
 def _image_message(batch: DetectionBatch, classes: ClassTable, image: int) -> bytes | None:
-    """Serialise the selected detections of an image. Return None if a mask or class is missing."""
+    """Serialise the selected detections of the image with the index `image`.
+
+    Return None if a selected detection's RLE characters or class fields are missing.
+    """
     limit, threshold = batch.selections[image].tolist()
     count = int(min(float(batch.counts[image]), limit))
     (selected,) = torch.nonzero(batch.scores[image, :count] > threshold, as_tuple=True)

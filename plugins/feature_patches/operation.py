@@ -170,7 +170,7 @@ def _centres_argument(features: Sequence[Tensor], centres: Tensor) -> Tensor:
 
 
 def _check(features: Sequence[Tensor]) -> None:
-    """Raise ValueError if the kernels do not support the features."""
+    """Raise ValueError if the kernels in `feature_patches.cu` do not support the feature maps."""
     if not 1 <= len(features) <= MAX_LEVELS:
         raise ValueError(f"feature_patches takes 1 to {MAX_LEVELS} maps, not {len(features)}")
     check_features(features)

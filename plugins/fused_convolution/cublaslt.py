@@ -130,12 +130,12 @@ class Product:
         residual: Tensor | None,
         output: Tensor,
     ) -> None:
-        """Queue the product in the current stream. It writes its result to `output`.
+        """Queue a matrix product in the current stream. Its result is written to `output`.
 
         The product is `rows @ weight.T + bias + residual`, followed by the constructor's optional
-        ReLU. `algorithm` is one of `algorithms`. All tensors must be contiguous and have the dtype
-        given to the constructor. `rows` is [count, inputs], `weight` [outputs, inputs], `bias`
-        [outputs]; `residual` and `output` are [count, outputs].
+        ReLU. `algorithm` is an item of the attribute `algorithms`. All tensors must be contiguous
+        and have the dtype given to the constructor. `rows` is [count, inputs], `weight`
+        [outputs, inputs], `bias` [outputs]; `residual` and `output` are [count, outputs].
 
         Raises:
             UnsupportedError: the algorithm does not support the tensors. Nothing is queued then.

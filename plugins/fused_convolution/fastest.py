@@ -59,10 +59,10 @@ def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) 
 
 
 class Choices:
-    """Indices of the fastest implementations, kept in a JSON file.
+    """Indices of the fastest implementations of operations, kept in a JSON file.
 
-    Each index has a name, which consists of the number of implementations and the key of
-    `run_fastest`.
+    An index refers to the argument `implementations` of `run_fastest`. Its name in the file
+    consists of the number of implementations and the argument `key` of `run_fastest`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +77,7 @@ class Choices:
         return self._indices[name]
 
     def add(self, name: str, index: int) -> None:
-        """Record `index` as the fastest implementation for `name`, and rewrite the file."""
+        """Record the index of the fastest implementation under `name`, and rewrite the file."""
         # Read the file again, because another process may have added choices.
         self._indices = {**self._read(), **self._indices, name: index}
         write_cached(self._path, json.dumps(self._indices).encode())

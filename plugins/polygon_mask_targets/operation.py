@@ -1,7 +1,7 @@
 """`maskrcnn::mask_targets_from_polygons`: mask targets rasterised from polygons.
 
-The training of this project uses `maskrcnn::mask_targets_from_crops`, with masks that the data
-loader rasterises.
+This project does not train with this operation, but with `maskrcnn::mask_targets_from_crops`, for
+which the data loader rasterises the masks.
 
 Specification of all implementations, whose results are equal bit for bit: polygons are scaled in
 double precision so that the RoI becomes M x M pixels, and rasterised as by pycocotools. A RoI side

@@ -83,7 +83,8 @@ def forward_kernel(
 def backward_kernel(pooling: Pooling, feature_type: str, channels: int) -> Kernel:
     """Return the kernel of `pyramid_roi_align_backward`.
 
-    The gradient that it reads and the gradients that it writes are channels-last.
+    `pooling` holds the arguments of the operation. `feature_type` and `channels` are the type and
+    the number of channels of the feature maps. All gradients are channels-last.
     """
     return Kernel(
         "pyramid_roi_align/pyramid_roi_align_backward.cu",

@@ -88,7 +88,7 @@ def sort_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launch
 
 
 def longest(parts: Sequence[Part]) -> int:
-    """Return the number of entries of the longest part, without entries that were pruned."""
+    """Return the largest number of candidates (`Part.length`) of any part."""
     return max(part.length for part in parts)
 
 

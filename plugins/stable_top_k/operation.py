@@ -157,8 +157,8 @@ def _sort(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _select_by_key(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest float32 values of the last axis in stable order, and their indices.
 
-    Instead of all values being sorted, the k largest of int64 keys are selected. Keys have the
-    order of the values. Of equal values, the one of lower index has the larger key.
+    Each value gets an int64 key, and the k largest keys are selected. A larger value has a larger
+    key. Of equal values, the one of lower index has the larger key.
     """
     # As integers, the bits of float32 numbers have the order of the numbers if all bits but the
     # sign are inverted in negative numbers.

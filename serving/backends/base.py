@@ -29,7 +29,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -145,9 +145,10 @@ class Backend(Protocol):
     def warm_up(self, max_batch: int) -> None:
         """Run the model on black images, for each input size.
 
-        On a GPU, run at least one batch of each of the backend's batch sizes, but with at most
-        `max_batch` images. On the CPU, run one image. The first requests then need not wait for
-        compilation or memory allocation. The method raises the same errors as `infer`.
+        On a GPU, run at least one batch for each of the backend's batch sizes. For a batch size
+        above `max_batch`, pad `max_batch` images to this size. On the CPU, run one image. The first
+        requests then need not wait for compilation or memory allocation. The method raises the same
+        errors as `infer`.
         """
 
     def infer(

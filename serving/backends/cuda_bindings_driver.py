@@ -43,7 +43,7 @@ class CudaBindingsDriver:
         return name.partition(b"\0")[0].decode()
 
     def compute_capability(self) -> str:
-        """Return the compute capability, such as `9.0`."""
+        """Return the GPU's compute capability, such as `9.0`."""
         names = cuda.CUdevice_attribute
         major, minor = (
             _call("cuDeviceGetAttribute", attribute, self._gpu)
@@ -76,11 +76,11 @@ class CudaBindingsDriver:
         return _PinnedMemory(size)
 
     def new_stream(self) -> "_Stream":
-        """Create a stream."""
+        """Create a CUDA stream."""
         return _Stream()
 
     def new_event(self) -> "_Event":
-        """Create an event."""
+        """Create a CUDA event."""
         return _Event()
 
 

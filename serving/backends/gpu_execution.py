@@ -96,7 +96,7 @@ class GpuDriver(Protocol):
         """Return the GPU's name, such as `NVIDIA H100 80GB HBM3`."""
 
     def compute_capability(self) -> str:
-        """Return the compute capability, such as `9.0`."""
+        """Return the GPU's compute capability, such as `9.0`."""
 
     def cuda_version(self) -> int:
         """Return the newest CUDA version that the driver supports, such as 13000 for 13.0."""
@@ -114,10 +114,10 @@ class GpuDriver(Protocol):
         """Allocate `size` bytes of pinned host memory; 1 byte if `size` is 0."""
 
     def new_stream(self) -> Stream:
-        """Create a stream."""
+        """Create a CUDA stream."""
 
     def new_event(self) -> Event:
-        """Create an event."""
+        """Create a CUDA event."""
 
 
 @functools.cache
@@ -303,7 +303,7 @@ class LaunchGraphs:
             )
 
     def close(self) -> None:
-        """Release the graphs. No graph may be in flight. The CUDA context must be current."""
+        """Release all CUDA graphs. No graph may be in flight. The CUDA context must be current."""
         while self._graphs:
             self._call("cuGraphExecDestroy", self._graphs.popitem()[1])
 

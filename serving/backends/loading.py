@@ -82,8 +82,8 @@ def load_backend(
         manifest: Manifest of the bundle.
         precision: One of the manifest's precisions.
         name: The backend. `auto`: the first of `BACKENDS` that runs on this machine and for which
-            the bundle has model files. If such files exist for an earlier backend that cannot run,
-            a warning with the reason is logged.
+            the bundle has model files. If earlier entries of `BACKENDS` have model files but cannot
+            run, a warning with the reasons is logged.
         max_batch: Maximum batch size.
 
     Raises:

@@ -144,7 +144,7 @@ class OnnxRuntimeBackend:
         return compute
 
     def close(self) -> None:
-        """Release the sessions."""
+        """Release all ONNX Runtime sessions."""
         self._sessions.clear()
 
     def _prepare(

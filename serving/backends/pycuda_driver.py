@@ -44,7 +44,7 @@ class PycudaDriver:
         return str(self._gpu.name())
 
     def compute_capability(self) -> str:
-        """Return the compute capability, such as `9.0`."""
+        """Return the GPU's compute capability, such as `9.0`."""
         major, minor = self._gpu.compute_capability()
         return f"{major}.{minor}"
 
@@ -70,11 +70,11 @@ class PycudaDriver:
         return _PycudaPinnedMemory(size)
 
     def new_stream(self) -> "_PycudaStream":
-        """Create a stream."""
+        """Create a CUDA stream."""
         return _PycudaStream()
 
     def new_event(self) -> "_PycudaEvent":
-        """Create an event."""
+        """Create a CUDA event."""
         return _PycudaEvent()
 
 

@@ -93,9 +93,10 @@ class TensorRTBackend:
         return tuple(self._plans)
 
     def warm_up(self, max_batch: int) -> None:
-        """Run each plan with each of its batch sizes, but with at most `max_batch` images.
+        """Run each plan on black images, with each of its batch sizes.
 
-        With TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
+        For a batch size above `max_batch`, `max_batch` images are padded to this size. With
+        TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
         raises the same errors as `infer`.
         """
         for bucket, plan in self._plans.items():
@@ -201,9 +202,10 @@ class TensorRTDeviceBackend(TensorRTBackend):
     # Its methods import torch, which TensorRT itself does not need.
 
     def warm_up(self, max_batch: int) -> None:
-        """Run each plan with each of its batch sizes, but with at most `max_batch` images.
+        """Run each plan on black images, with each of its batch sizes.
 
-        With TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
+        For a batch size above `max_batch`, `max_batch` images are padded to this size. With
+        TensorRT, but not with TensorRT-RTX, these runs capture the CUDA graphs. The method
         raises the same errors as `infer_on_device`.
         """
         import torch

@@ -73,10 +73,10 @@ class PlanRuntime:
     """TensorRT or TensorRT-RTX runtime. Failed calls raise BackendError with the logged reason."""
 
     def __init__(self, kind: EngineKind, cache: RuntimeCache | None = None) -> None:
-        """Start the runtime.
+        """Create a TensorRT or TensorRT-RTX runtime.
 
         Args:
-            kind: Engine kind of the plans.
+            kind: Engine kind of the plans: `tensorrt` or `tensorrt-rtx`.
             cache: Cache of compiled kernels, for TensorRT-RTX only. None: no cache.
         """
         trt = self.trt = importlib.import_module(RUNTIMES[kind].module)
@@ -231,7 +231,7 @@ class Plan:
         return self._batches[batch].specs
 
     def use_scratch(self, address: int, size: int) -> None:
-        """Give all contexts the same scratch memory.
+        """Set the scratch memory that all execution contexts of this plan share.
 
         Args:
             address: GPU address of the memory.
@@ -287,9 +287,10 @@ class Plan:
 def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int, int]:
     """Choose the batch sizes of a plan, and the TensorRT optimization profile of each.
 
-    Each size in `batch_sizes(max_batch)` gets a profile whose range includes it; if there are
-    several, the one with the lowest maximum. If no range includes a size, it gets a profile for
-    larger batches, and the minimum of this profile replaces the size.
+    For each size in `batch_sizes(max_batch)`, choose among the profiles whose range includes the
+    size. If no range includes the size, choose among the profiles for larger batches, and replace
+    the size by the minimum of the chosen profile. In both cases, choose the profile with the lowest
+    maximum.
 
     Args:
         profiles: Optimization profiles of the plan, each for a range of batch sizes.

@@ -169,7 +169,7 @@ class TorchBackend:
         return outputs
 
     def close(self) -> None:
-        """Release the programs and their memory."""
+        """Release the exported torch programs and their memory."""
         self._programs.clear()
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -248,7 +248,7 @@ class GraphedProgram:
         max_batch: int,
         pool: Any,
     ) -> None:
-        """Allocate the input tensors that all graphs read.
+        """Allocate the input tensors that the program's CUDA graphs read.
 
         Args:
             program: Exported torch program, loaded onto a GPU.
@@ -310,7 +310,7 @@ class BatchSlot:
         self._stored = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def copy_in(self, *arrays: Tensor) -> None:
-        """Queue copies of host tensors to the GPU, and set `inputs` to the GPU tensors."""
+        """Queue copies of host tensors to the GPU. Store the GPU tensors in `self.inputs`."""
         with torch.cuda.stream(self._stream):
             self.inputs = tuple(
                 array.pin_memory().to(self._device, non_blocking=True) for array in arrays

@@ -184,7 +184,7 @@ class DeferredErrors(Generic[_T]):
             self._error = error
 
     def check(self) -> None:
-        """Raise the error that ended the iteration, if any."""
+        """Raise the error that the wrapped iterable raised, if any."""
         if self._error is not None:
             raise self._error
 
@@ -207,7 +207,7 @@ class LostServerCheck:
     """
 
     def __init__(self, limit: int, state: Callable[[], grpc.ChannelConnectivity]) -> None:
-        """Create a counter at zero.
+        """Create the counter of requests without a response, starting at zero.
 
         Args:
             limit: Consecutive requests without a response after which the server counts as lost.
@@ -220,13 +220,15 @@ class LostServerCheck:
     def check(self, outcome: ImageOutcome) -> ImageOutcome:
         """Update the counter with the outcome of one request. Call it in the requests' order.
 
-        If the caller should send no more requests, raise the outcome. Otherwise, return it.
+        If the outcome is an error after which the caller should send no more requests, raise it.
+        Otherwise, return the outcome.
 
         Raises:
             AccessError: The server denies access to this client.
             ClosedError: The client is closed.
             RefusedError: The server does not serve the model that the requests name.
-            ClientError: This is the last of `limit` consecutive requests without a response.
+            ClientError: The server counts as lost: `limit` (see the constructor) consecutive
+                requests, including this one, got no response.
         """
         if isinstance(outcome, AccessError | ClosedError) or (
             isinstance(outcome, RefusedError) and outcome.code is grpc.StatusCode.NOT_FOUND

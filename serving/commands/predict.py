@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _source(value: str) -> Path | str:
-    """Click type: return an existing path, or an address such as `s3://bucket/folder`."""
+    """Convert a click argument to an existing path. Return an address (`s3://...`) unchanged."""
     return value if is_address(value) else Path(SOURCE(value))
 
 

@@ -204,10 +204,10 @@ class _Report:
         return None
 
     def finish(self) -> None:
-        """Write the COCO results and print the totals. If no image has succeeded, do neither.
+        """If at least one image has succeeded, write the COCO results and print the totals.
 
-        If the run ended early, print in any case how many images, failed ones included, were
-        processed.
+        If the run ended early, also print how many images were processed, including failed ones.
+        This message is printed even if no image has succeeded.
         """
         if self._done < len(self._ids):
             images = counted(len(self._ids), "image")

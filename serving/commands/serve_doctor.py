@@ -69,7 +69,7 @@ def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
 
 
 def _messages_per_slot(models: int) -> int:
-    """Return the maximum number of request messages in memory as a multiple of `queue_size`.
+    """Return the maximum number of request messages in memory, divided by `queue_size`.
 
     The messages of all models count. `models` is the number of served models. The setting
     `queue_size` is the maximum number of admission slots of one model.

@@ -109,14 +109,14 @@ class BatchSteps(Protocol):
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Steps in the order in which a batch passes them."""
+        """Processing steps in the order in which a batch passes them."""
 
     @property
     def concurrency(self) -> int:
         """Number of in-flight batches that suffices to keep the model busy."""
 
     def synchronize(self) -> None:
-        """Wait for the work that the steps have queued on the GPU."""
+        """Wait for the GPU work that the processing steps have queued."""
 
 
 class StepChain:
@@ -137,11 +137,11 @@ class StepChain:
             self._sections[-1][0].append(step.run)
 
     def __call__(self, requests: Sequence[ImageRequest]) -> list[Any]:
-        """Run the steps on a batch of one input size. Return the last step's list of results.
+        """Run all processing steps on a batch. Return the last step's list of results.
 
-        A result is a `TimedResponse` if the steps have encoded the response to the image's request.
-        Otherwise it is the image's `Outcome`: `Detections`, or an `ImageError` if the image is
-        invalid.
+        All images of the batch have the same input size. There is one result per image. A result is
+        a `TimedResponse` if the steps have encoded the response to the image's request. Otherwise
+        it is the image's `Outcome`: `Detections`, or an `ImageError` if the image is invalid.
         """
         batch: Any = requests
         for runs, free in self._sections:

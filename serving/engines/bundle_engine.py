@@ -93,8 +93,8 @@ class HostEngine:
 class DeviceEngine:
     """End-to-end engine of a `DeviceBackend`.
 
-    It takes source images and returns encoded responses. Each batch passes all steps in the thread
-    that calls `compute`.
+    It takes source images and returns encoded responses. All processing steps of a batch run
+    in the thread that calls `compute`.
     """
 
     # One batch before the model, one in the model and one after it keep the model busy. While three
@@ -123,7 +123,10 @@ class DeviceEngine:
         self.close = backend.close
 
     def warm_up(self, max_batch: int) -> None:
-        """Warm up the backend, all steps of a batch, and the encoder of DetectResponse messages."""
+        """Warm up the backend, all processing steps, and the encoder of DetectResponse messages.
+
+        On a GPU, the batches have up to `max_batch` images. On the CPU, they have one image.
+        """
         self._backend.warm_up(max_batch)
         batch = 1 if self._backend.device == "cpu" else max_batch
         for bucket in self._backend.buckets:

@@ -1,4 +1,4 @@
-"""Types of the batches that GPU steps exchange, and helpers for CUDA events and copies."""
+"""Batch types for the processing steps on the GPU, and helpers for CUDA events and copies."""
 
 import math
 import time
@@ -56,12 +56,12 @@ class StreamEvent:
             pause_s = min(2 * pause_s, longest_pause_s)
 
     def block(self, stream: Any) -> None:
-        """Make the CUDA stream `stream` wait for the event. On the CPU, do nothing."""
+        """Make the CUDA stream `stream` wait for this CUDA event. On the CPU, do nothing."""
         if self._event is not None:
             stream.wait_event(self._event)
 
     def seconds_since(self, earlier: "StreamEvent") -> float:
-        """Return the seconds from an earlier event to this one. Both must be complete."""
+        """Return the seconds from the event `earlier` to this event. Both must be complete."""
         if self._event is None:
             return self._time - earlier._time
         return float(earlier._event.elapsed_time(self._event)) / 1000
@@ -211,7 +211,10 @@ def boxes_in_sources(boxes: Tensor, scales: Tensor, limits: Tensor) -> Tensor:
 
 
 def class_table(categories: Sequence[Category], device: torch.device) -> ClassTable:
-    """Serialise the `Detection` fields `label`, `class_name` and `category_id` of each category."""
+    """Return a table on `device` of the serialised class fields of each category.
+
+    The fields are `label`, `class_name` and `category_id` of the protobuf message `Detection`.
+    """
     rows = [class_fields(label, category) for label, category in enumerate(categories, 1)]
     stride = max(map(len, rows), default=0)
     padded = bytearray().join(row.ljust(stride, b"\0") for row in rows)
@@ -221,7 +224,10 @@ def class_table(categories: Sequence[Category], device: torch.device) -> ClassTa
 
 
 def message_overhead(classes: ClassTable) -> int:
-    """Return the maximum size in bytes of a serialised detection, without its RLE `counts`."""
+    """Return the maximum size in bytes of a serialised detection, without its RLE `counts`.
+
+    `classes` are the serialised class fields of all categories, from `class_table`.
+    """
     return classes.fields.shape[1] + _FIELDS_LENGTH
 
 

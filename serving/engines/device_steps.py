@@ -70,7 +70,8 @@ class DeviceSteps:
     """Steps that decode images, compute the model and encode masks on the backend's device.
 
     If a request has the encoder `encode_detections` and the mask format RLE, and its masks fit the
-    buffers, the device also serialises the response. The last step then returns a `TimedResponse`.
+    mask encoder's buffers, the device also serialises the response. The last step then returns a
+    `TimedResponse` for this request.
     """
 
     # Two more than `DeviceEngine.saturating_batches`, so that full batches are ready as soon as the
@@ -245,9 +246,10 @@ class DeviceSteps:
             )
 
     def _serialised(self, batch: DetectionBatch) -> tuple[Tensor, Tensor]:
-        """Serialise the detections in a buffer that can hold all of them.
+        """Serialise a batch's selected detections to a buffer that is large enough for all of them.
 
-        Return the outputs of `detection_messages`.
+        Return the buffer [bytes] uint8, and [B, 2] int64: start and length of each image's bytes.
+        For details, see `detection_messages`.
         """
         capacity = len(batch.text) + message_overhead(self._classes) * batch.labels.numel()
         return detection_messages(batch, self._classes, capacity)
@@ -293,7 +295,7 @@ class DeviceSteps:
     def _rles(self, batch: PastedBatch, chosen: NDArray[np.intp]) -> list[bytes]:
         """Return the COCO RLE `counts` of the masks with the indices `chosen` in the batch.
 
-        An index is image * D + detection.
+        An index is image * D + detection, where D counts each image's detections and padding.
         """
         # Masks that exceed the buffers are encoded again in a separate stream, because the stream
         # for pasting may already be waiting for the inference of the next batch.

@@ -222,7 +222,7 @@ class HostSteps:
     """Processing steps for any backend. Images are decoded and masks are encoded on the CPU."""
 
     def __init__(self, backend: Backend, manifest: Manifest, *, threads: int) -> None:
-        """Create the steps.
+        """Create the processing steps of a batch: decoding, model and encoding.
 
         Args:
             backend: Backend that computes the model.
@@ -252,7 +252,7 @@ class HostSteps:
         return outcome
 
     def synchronize(self) -> None:
-        """Do nothing, because each step waits for its own work."""
+        """Do nothing: each processing step has finished all its work when it returns."""
 
     def _prepare(self, requests: Sequence[ImageRequest]) -> _PreparedBatch:
         bucket = requests[0].bucket

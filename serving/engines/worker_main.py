@@ -120,7 +120,7 @@ class Channel:
         return pickle.loads(data, buffers=map(bytearray, buffers) if copy else buffers)
 
     def close(self) -> None:
-        """Close this end. Idempotent. Arrays received without copying stay valid."""
+        """Close this end of the channel. Idempotent. Arrays received without copying stay valid."""
         self._connection.close()
         self._outgoing.close()
         self._incoming.close()

@@ -76,7 +76,7 @@ class WorkerProcess(Generic[Item, Result]):
         resources: WorkerResources,
         hang_timeout_s: float,
     ) -> None:
-        """Start the process, which loads the engine.
+        """Start the worker process, which then loads its engine.
 
         Args:
             loader: Loader of the engine.
@@ -151,7 +151,7 @@ class WorkerProcess(Generic[Item, Result]):
         return self.resources.is_for_gpu and self.info.device == "cpu"
 
     def warm_up(self, max_batch: int) -> None:
-        """Warm up the engine, without a time limit.
+        """Warm up the engine with batches of up to `max_batch` images, without a time limit.
 
         Raises:
             BackendError: the engine fails, or the process ends.

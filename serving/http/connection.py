@@ -250,7 +250,7 @@ class HttpConnection(HttpToolsProtocol):
     def _close_late(self) -> None:
         """Close the connection, because the head of the next request has not arrived in time.
 
-        If the server has paused reading, start the timer again instead.
+        Exception: if the server has paused reading, restart the timer that calls this method.
         """
         self._head_timer = None
         if self.pipeline:  # the server has paused reading, so the client is not late

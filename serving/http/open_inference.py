@@ -42,7 +42,7 @@ class OpenInferenceRoutes:
         self._transport = transport
 
     def routes(self) -> Iterator[Route]:
-        """Yield the routes of the protocol."""
+        """Yield the routes of the Open Inference Protocol."""
         get, post = partial(self._route, "GET"), partial(self._route, "POST")
         yield get("/v2", "ServerMetadata", self._server_metadata)
         yield get("/v2/health/live", "ServerLive", self._server_live)

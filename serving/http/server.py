@@ -111,7 +111,7 @@ class HttpServer:
     """HTTP server of an ASGI application."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig, max_connections: int) -> None:
-        """Create the server.
+        """Create the HTTP server.
 
         Args:
             app: ASGI application.

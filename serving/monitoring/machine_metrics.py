@@ -76,7 +76,7 @@ class GpuCollector(Collector):
         threading.Thread(target=self._read_gpus, name="gpu metrics", daemon=True).start()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
+        """Yield the current metrics of the GPUs."""
         gpus = self._read_gpus()
         for name, (documentation, _) in GPU_METRICS.items():
             # The energy is one of Triton's counters, which are exported without a type; see
@@ -161,7 +161,7 @@ class CpuCollector(Collector):
             await asyncio.sleep(_CPU_INTERVAL_S)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
+        """Yield the latest CPU utilisation of the machine, and its memory size and use."""
         documentation = "Share of CPU time in use in the last two seconds."
         yield _Gauge("nv_cpu_utilization", documentation, self._utilization)
         memory = machine_memory()

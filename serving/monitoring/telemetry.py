@@ -32,7 +32,7 @@ class Telemetry:
     """Recorder of requests and images: updates metrics, logs requests, and traces images."""
 
     def __init__(self, tracer: "Tracer | None" = None) -> None:
-        """Create the metrics. If `tracer` is None, record no traces."""
+        """Create a recorder with new, empty metrics. If `tracer` is None, record no traces."""
         self.metrics = Metrics()
         self.tracer = tracer or Tracer()
         self._access_log = AccessLog()

@@ -231,7 +231,7 @@ _VALUES: Final[Mapping[str, Callable[[Detections], Any]]] = {
 
 
 def serialised_strings(rows: Iterable[Iterable[bytes]]) -> bytes:
-    """Serialise strings as the raw contents of a BYTES tensor.
+    """Serialise the strings in the rows of a BYTES tensor as the tensor's raw contents.
 
     Each string is preceded by its length in 4 bytes (little-endian). The strings of all rows are
     concatenated.

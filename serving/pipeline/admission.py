@@ -72,7 +72,7 @@ class AdmissionController:
 
     @property
     def capacity(self) -> int:
-        """Current number of slots, free or in use.
+        """Current number of admission slots, free or in use.
 
         It is below the constructor's `capacity` while slots are in use and the service rate is low.
         """
@@ -83,7 +83,7 @@ class AdmissionController:
 
     @property
     def in_use(self) -> int:
-        """Number of slots that requests hold."""
+        """Number of admission slots that requests hold."""
         return self._in_use
 
     @property
@@ -110,7 +110,7 @@ class AdmissionController:
         self._admit_waiters()
 
     def check(self, peer: str, slots: int = 1) -> None:
-        """Check that a request may acquire, or wait for, a number of slots now.
+        """Check that a request may now acquire admission slots, or wait for them.
 
         Args:
             peer: gRPC peer of the request; it identifies the client's connection.

@@ -42,7 +42,10 @@ class InferenceRequest:
 
 
 class Pipeline:
-    """Processor of a model's inference requests. Use it within `self.lifecycle.running()`."""
+    """Processor of a model's inference requests.
+
+    Call `detect` within the `with` block of `lifecycle.running()`.
+    """
 
     def __init__(
         self, source: ModelSource, config: ServeConfig, resources: SharedResources
@@ -168,7 +171,10 @@ class Pipeline:
         encoded: TimedResult[TimedResponse[Any]],
         batcher: ModelBatcher,
     ) -> None:
-        """Report the image's service time to admission control.
+        """Report the service time of one processed image to admission control.
+
+        `decoded`, `result` and `encoded` are the outputs of the image's decoding, inference and
+        encoding. `batcher` has computed the image's batch.
 
         The service time is the longer of two times. The first is the batch's duration, divided by
         the batch size and by the number of batches that the workers can have in flight. The second
@@ -205,7 +211,7 @@ class ModelRepository:
     def __init__(
         self, sources: Sequence[ModelSource], config: ServeConfig, telemetry: Telemetry
     ) -> None:
-        """Create the pipelines. Call `load` afterwards.
+        """Create one pipeline per model. Call `load` afterwards to load the models.
 
         Args:
             sources: Bundles and names of the models, at least one. The first model processes the

@@ -106,8 +106,8 @@ class Schedule(Generic[T]):
     def affects_next_start(self, bucket: ShapeBucket) -> bool:
         """Return whether the newest item of `bucket` can change the start time of the next batch.
 
-        It can if it completes a batch. It also can if it is the only item of its bucket, because
-        its batch then starts when the item is due.
+        It can if it completes a batch. It also can if it is the only item of its bucket: its batch
+        may then start once the item has waited `max_delay_s`.
         """
         waiting = len(self._queues[bucket])
         return waiting == 1 or self._policy.size_of(waiting, overdue=False) > 0
@@ -149,7 +149,7 @@ class Schedule(Generic[T]):
         return batch
 
     def take_all(self) -> list[Ticket[T]]:
-        """Remove and return all tickets."""
+        """Remove all queued items, and return their tickets."""
         waiting = list(self)
         for ticket in waiting:
             self.discard(ticket)
@@ -222,7 +222,7 @@ class FairSemaphore:
             raise
 
     def release(self, units: int = 1) -> None:
-        """Free acquired units for waiting acquisitions."""
+        """Release acquired units, and give them to waiting acquisitions."""
         self.in_use -= units
         self._admit()
 
@@ -295,7 +295,7 @@ class FairThreadPool:
         return self._threads.in_use
 
     def close(self) -> None:
-        """Wait for running calls and end the threads."""
+        """Wait for the running functions, and end the threads."""
         self._executor.shutdown()
 
     def _release_callback(self, loop: asyncio.AbstractEventLoop) -> Callable[[Future[Any]], None]:

@@ -51,7 +51,7 @@ class SharedResources:
 
 
 class OpenCalls:
-    """Counter of the open calls of each connection, with a limit.
+    """Counter of the open gRPC calls of each connection, with a limit.
 
     The server accepts at most `limit` open calls in total. If it can accept F more calls, each
     connection may have up to 8 * F open calls (dynamic thresholds; Choudhury and Hahne, 1998). A
@@ -101,7 +101,7 @@ class RateLimits:
         images_per_s: float | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Set the limits.
+        """Set the rate limits of each client.
 
         Args:
             requests_per_s: Maximum number of requests of one client per second. None: no limit.
@@ -154,10 +154,11 @@ class RateLimits:
             balances[name] -= cost
 
     def _forget(self, now: float) -> None:
-        """Drop clients, the longest idle first, until at most `_MAX_CLIENTS` are left.
+        """Drop the token buckets of idle clients until at most `_MAX_CLIENTS` clients are left.
 
-        Stop at the first client whose token buckets are not full at time `now`. If a dropped client
-        returns, it begins with full buckets.
+        The client that has been idle longest is dropped first. Stop at the first client whose
+        buckets are not full at time `now`. If a dropped client returns, it begins with full
+        buckets.
         """
         while len(self._clients) > _MAX_CLIENTS:
             client, (before, balances) = next(iter(self._clients.items()))

@@ -74,7 +74,7 @@ class AccessPolicy:
     """
 
     def __init__(self, config: ServeConfig) -> None:
-        """Read the token files.
+        """Read the token files, if the settings name any.
 
         Raises:
             ServingError: a file cannot be read or is invalid.

@@ -195,7 +195,13 @@ def _load_context(
 
 
 def _validity(certificate: Path, pem: bytes) -> tuple[datetime, datetime]:
-    """Return the first and the last time at which all certificates of a chain are valid."""
+    """Return the first and the last time at which all certificates of a chain are valid.
+
+    `pem` is the content of the file `certificate`.
+
+    Raises:
+        ServingError: a certificate has no validity dates.
+    """
     ranges = []
     for block in _PEM.findall(pem):
         match = _VALIDITY.search(base64.b64decode(block))
@@ -217,7 +223,8 @@ def _time(text: str) -> datetime:
 def _check_grpc_support(certificate: Path, pem: bytes) -> None:
     """Raise ServingError if gRPC does not support the certificate's PEM label or key algorithm.
 
-    The PEM label is `CERTIFICATE` in `-----BEGIN CERTIFICATE-----`.
+    The PEM label is `CERTIFICATE` in `-----BEGIN CERTIFICATE-----`. `pem` is the content of the
+    file `certificate`.
     """
     if other := _OTHER_LABEL.search(pem):
         raise ServingError(

@@ -69,7 +69,7 @@ class Link(asyncio.BufferedProtocol):
     """
 
     def __init__(self, receive: Callable[[int, int, bytes], None]) -> None:
-        """Create an end that has no socket yet. Callers use the class method `connect` instead.
+        """Create a link that has no socket yet. Callers use the class method `connect` instead.
 
         Args:
             receive: Function that is called with kind, call number and payload of each received
@@ -147,7 +147,7 @@ class Link(asyncio.BufferedProtocol):
         self._make_room(needed)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Complete the future `closed`. Called by asyncio when either end is closed."""
+        """Complete the future `closed`. Called by asyncio when one end of the socket closes."""
         if not self.closed.done():  # cancelling a task that awaits `closed` completes it too
             self.closed.set_result(None)
 
@@ -191,7 +191,7 @@ class ForwardedCall(CallOutcome):
     """
 
     def __init__(self, link: Link, number: int, opening: bytes) -> None:
-        """Create the context.
+        """Create the context of a call that a front-end process received.
 
         Args:
             link: Socket connection to the front-end process that received the call.

@@ -60,7 +60,7 @@ class FrontEndServer:
         config: ServeConfig,
         interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # generic in stubs only
     ) -> None:
-        """Reserve the port. `start` starts the front-end processes.
+        """Reserve the gRPC port. The method `start` starts the front-end processes.
 
         Args:
             count: Number of front-end processes.
@@ -153,7 +153,7 @@ class _FrontEnd:
     """Handle of a front-end process and of the calls that the process received."""
 
     def __init__(self, arguments: tuple[Any, ...], find_handler: FindHandler) -> None:
-        """Start the process.
+        """Start the front-end process.
 
         Args:
             arguments: Arguments of `run_front_end` except the first, `handle`.
@@ -174,7 +174,7 @@ class _FrontEnd:
         self._link: Link | None = None
 
     async def start(self) -> None:
-        """Wait until the process accepts connections.
+        """Wait until the front-end process accepts connections.
 
         Raises:
             ServingError: the process ended before it accepted connections.
@@ -186,11 +186,11 @@ class _FrontEnd:
             raise ServingError(f"{await self.ended()}; see the log for the reason")
 
     async def ended(self) -> str:
-        """Wait until the process has ended. Return a message with its exit status or signal."""
+        """Wait until the front-end process ends. Return a text with its exit status or signal."""
         return await asyncio.wrap_future(self._process.exited)
 
     async def stop(self, grace: float | None) -> None:
-        """Stop the process once its calls have ended.
+        """Stop the front-end process once its calls have ended.
 
         Args:
             grace: Time limit of the open calls in seconds. None: cancel them at once. If the

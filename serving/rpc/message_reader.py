@@ -61,7 +61,7 @@ class PendingMessages:
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Cancel all waits, and reject new ones."""
+        """Cancel all waits for request messages, and reject new waits."""
         self._is_stopped = True
         for wait in self._waits:
             _cancel(wait)
@@ -78,7 +78,7 @@ class PendingMessages:
 
         Raises:
             ExpiredError: the message did not arrive in time.
-            QueueFullError: the set was full, and a newer wait cancelled this one.
+            QueueFullError: too many calls wait for messages, and a newer wait cancelled this one.
             StoppingError: the server is stopping.
         """
         if self._is_stopped:
@@ -202,7 +202,7 @@ class _RequestStream:
         return request
 
     def raise_failure(self) -> None:
-        """Raise the error that ended the iteration, if any."""
+        """Raise the error that ended the iteration over the requests, if any."""
         if self._failure is not None:
             raise self._failure
 

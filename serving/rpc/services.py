@@ -238,7 +238,10 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
         *services: str,
         models: Callable[[], Mapping[str, bool]],
     ) -> None:
-        """Create the service. It reports NOT_SERVING until `set_ready` is called.
+        """Create the health service.
+
+        Until `set_ready` is called, it reports NOT_SERVING for each service and model, except for
+        the service "liveness".
 
         Args:
             services: Full names of the gRPC services.
@@ -268,7 +271,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
         self._notify_watchers()
 
     def stop(self) -> None:
-        """Report NOT_SERVING from now on, and end all Watch calls."""
+        """From now on, report NOT_SERVING, except for "liveness". End all Watch calls."""
         self.is_running = False
         self._is_stopping = True
         self._notify_watchers()

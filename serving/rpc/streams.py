@@ -33,7 +33,7 @@ class Streams(Generic[Request]):
     def __init__(
         self, pipeline_of: Callable[[Request], Pipeline], image_count: Callable[[Request], int]
     ) -> None:
-        """Create an empty set of streams.
+        """Create an empty set of gRPC request streams.
 
         Args:
             pipeline_of: Function that returns the pipeline that processes a request.

@@ -19,7 +19,7 @@ class LimitedImages:
     """
 
     def __init__(self, model: MaskRCNN) -> None:
-        """Create a counter for the calls of one model. The count starts at 0."""
+        """Create a counter, initially 0, of images for which `model` may miss detections."""
         self._roi_heads = model.roi_heads
         self._config = model.config.roi
         # [B * R] int64: number of candidates of each of R proposals in each of B images, in the
@@ -52,5 +52,5 @@ class LimitedImages:
         self._count = self._count.to(limited.device) + limited.sum()
 
     def count(self) -> int:
-        """Return the number of images counted so far."""
+        """Return the number of images so far whose detections may be incomplete."""
         return int(self._count)

@@ -56,7 +56,7 @@ class ImageRecord:
 
     @property
     def objects(self) -> tuple[Instance, ...]:
-        """Instances that are not crowds: the ground truth of training."""
+        """The image's instances that are not crowds: its ground truth in training."""
         return tuple(instance for instance in self.instances if not instance.is_crowd)
 
 

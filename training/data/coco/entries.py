@@ -99,8 +99,8 @@ def index_annotations(
         images: Result of `index_images`. Annotations of invalid images are ignored.
         labels: Label (1 is the first class) by category id.
         faults: Annotation ids by reason. The ids of invalid entries are added.
-        repairs: Annotation ids by reason. The ids of repaired entries and duplicate ids are added.
-            Both kinds of entries are used.
+        repairs: Annotation ids by reason. The ids of repaired entries, and ids that several entries
+            share, are added. All these entries are used.
     """
     instances: dict[int, list[Instance]] = defaultdict(list)
     seen: set[str] = set()

@@ -20,9 +20,10 @@ def integer_from(value: Any) -> int | None:
 
 
 def id_from(value: Any) -> int | str | None:
-    """Return an id. An integer, `480.0` and `"480"` become `int`. Any other string stays `str`.
+    """Return the id that a JSON value stands for: `480.0` and `"480"` become 480.
 
-    None: any other value, such as 480.5, an empty string, or an integer of more than 64 bits.
+    Any other string that is not empty stays `str`. None: any other value, such as 480.5, or an
+    integer of more than 64 bits.
     """
     number = integer_from(value)
     if number is not None:

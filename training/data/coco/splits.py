@@ -137,13 +137,14 @@ def _lists_other_images(place: Path, names: Sequence[str], others: Mapping[str, 
     """Return whether an image folder probably belongs to another split.
 
     The result is True if the folder is named after another split, and the other split's annotation
-    file lists any of `names`. Files of these names are then probably images of the other split.
+    file lists any of `names`.
 
     Args:
         place: The folder.
         names: Image file names of the split for which the folder is a candidate.
         others: Annotation files of the other splits, by name of the split.
     """
+    # Files with a name that both splits list are then probably images of the other split.
     owners = (file for split, file in others.items() if _is_named(place, split))
     return any(not set(names).isdisjoint(_file_names(file)) for file in owners)
 

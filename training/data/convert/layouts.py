@@ -36,17 +36,17 @@ class LayoutSplit:
 
     @property
     def config(self) -> DatasetConfig:
-        """Paths of images and annotations. The annotations may be in a format other than COCO."""
+        """Paths of the split's image folder and annotations (not always in COCO format)."""
         return DatasetConfig(images=self.images, annotations=self.annotations)
 
     def content(self) -> SourceContent:
-        """Return the annotations as the content of a COCO file."""
+        """Return the split's annotations as the content of a COCO file."""
         if self.convert is not None:
             return self.convert()
         return SourceContent(read_coco_file(self.annotations), {})
 
     def load(self, on_broken: Literal["skip", "refuse"] = "skip") -> CocoDataset:
-        """Read and validate the annotations.
+        """Read and validate the split's annotations. If necessary, convert them to COCO format.
 
         Args:
             on_broken: "skip": skip invalid entries with a warning. "refuse": raise `DataError` if
@@ -193,6 +193,8 @@ def _roboflow_splits(files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
 
 def _group_categories(contents: Sequence[Mapping[str, Any]]) -> frozenset[int | str | None]:
     """Return the ids of categories that only group other categories.
+
+    `contents` has the content of the COCO file of each split.
 
     A group has no annotations, is the supercategory of another category, and has the supercategory
     "none". Roboflow adds such a category with id 0. It is not a class.

@@ -97,13 +97,13 @@ def _find_splits(file: Path, content: Mapping[Any, Any]) -> dict[str, FoundImage
 def _source_splits(
     file: Path, found: Mapping[str, FoundImages], labels: Mapping[Path, Path]
 ) -> dict[str, SourceSplit]:
-    """Return the splits by name.
+    """Return the images and faults of each split, by name of the split.
 
-    The `faults` of a split name its missing images and its label files without an image.
+    The faults are the missing images, and the label files without an image.
 
     Args:
-        file: YAML file. The names of label files in `faults` are relative to its folder.
-        found: Images by name of the split.
+        file: YAML file. The names of label files in the faults are relative to its folder.
+        found: Image files and missing images, by name of the split.
         labels: Label file by image file.
     """
     splits = {}

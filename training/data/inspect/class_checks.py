@@ -13,8 +13,8 @@ def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[
         train: Split for training, which determines the classes of the model. None: there is none.
 
     Returns:
-        Details by description of the problem. Details are similar class names, the error that
-        training would raise, or the annotation file of a training split without objects.
+        Dictionary from a description of each problem to its details: groups of similar names, the
+        error that training would raise, or the annotation file of a training split without objects.
     """
     findings = {}
     if similar := similar_names(category.name for category in dataset.categories):

@@ -104,7 +104,7 @@ def rotated_files(
     """Find image files with an EXIF rotation.
 
     The reason in each result says whether training applies the rotation. `headers` is the result of
-    `read_headers`.
+    `read_headers`: the size of each image, or the error of its header.
     """
     rotated = []
     for record, header in zip(records, headers, strict=True):

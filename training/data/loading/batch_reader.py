@@ -169,6 +169,9 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     ) -> Sample:
         """Read an image, resize it, and apply all transforms except for copy-paste.
 
+        `index` is an index into `records`. `seed` becomes `Sample.seed`. If `flip` is True, the
+        image is flipped horizontally before the transforms.
+
         The result is cropped to the image's shape bucket (input size). Its masks are not cropped to
         the boxes.
         """

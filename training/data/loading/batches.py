@@ -56,15 +56,15 @@ class Batch:
     skipped: tuple[str, ...] = field(default=(), kw_only=True)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
-        """Return a copy with all tensors on a device."""
+        """Return a copy of the batch with all tensors on a device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """Return a copy in page-locked memory, from which a GPU can copy asynchronously."""
+        """Return a copy of the batch in page-locked memory, for asynchronous copies to a GPU."""
         return self._map(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the tensors' GPU memory allocated until work queued on a CUDA stream is done."""
+        """Keep the batch's GPU memory allocated until the work queued on a CUDA stream is done."""
 
         def record(tensor: Tensor) -> Tensor:
             tensor.record_stream(stream)
@@ -106,7 +106,7 @@ class EncodedBatch:
         return self.rest.skipped
 
     def pin_memory(self) -> "EncodedBatch":
-        """Return a copy in page-locked memory. JPEG files are not copied."""
+        """Return a copy of the batch in page-locked memory. JPEG files are not copied."""
         # JPEG files stay as they are, because the decoder reads them from pageable memory.
         images = (i if isinstance(i, EncodedImage) else i.pin_memory() for i in self.images)
         return replace(self, rest=self.rest.pin_memory(), images=tuple(images))

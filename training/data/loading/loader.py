@@ -218,7 +218,10 @@ def _print_unless_disconnected(
 
 
 def _end_with_sigterm_of(parent: int) -> None:
-    """End this process when its parent sends SIGTERM. Ignore SIGTERM of other processes."""
+    """Wait for SIGTERM from the parent process, and then end this process.
+
+    `parent` is the id of the parent process. SIGTERM from other processes is ignored.
+    """
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)

@@ -48,7 +48,7 @@ class GlobalBatches:
         seed: int,
         factors: NDArray[np.float64] | None = None,
     ) -> None:
-        """Create the sequence of batches.
+        """Create the sequence of global batches (images of all ranks).
 
         Args:
             buckets: Index of the shape bucket of each image (at least one image).

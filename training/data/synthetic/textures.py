@@ -111,7 +111,10 @@ def _light(rng: Generator, height: int, width: int) -> Texture:
 
 
 def _clutter(rng: Generator, image: Texture) -> Texture:
-    """Draw lines, arcs and thin triangles over a background. They are not objects of any class."""
+    """Return `image`, a background `[h, w, 3]`, with lines, arcs and thin triangles drawn over it.
+
+    The lines, arcs and triangles are not objects of any class. Values are clipped to 0..1.
+    """
     height, width = image.shape[:2]
     size = np.array([width, height]) * _CLUTTER_SUPERSAMPLING
     canvas = Image.fromarray((image.clip(0, 1) * 255).astype(np.uint8)).resize(size.tolist())
