@@ -138,9 +138,10 @@ def serve_goals(
     unbatched = fastest([r for r in results if r not in own])
     if unbatched is not None:
         goals.append(
-            f"Batches of up to {best.max_batch} images give {best.images_per_second:.1f} images/s, "
-            f"batches of one image {unbatched.images_per_second:.1f}: "
-            f"{best.images_per_second / unbatched.images_per_second:.2f} times the throughput."
+            f"{load_name(best.load)}: with batches of up to {best.max_batch} images, the server "
+            f"reaches {best.images_per_second:.1f} images/s. This is "
+            f"{best.images_per_second / unbatched.images_per_second:.2f} times the "
+            f"{unbatched.images_per_second:.1f} images/s with batches of one image."
         )
     return goals + [
         _latency_goal(result, result.load, best, max_delay_ms)
@@ -172,12 +173,14 @@ def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
     share = best.images_per_second / engine_rate
     verdict = ""
     if bulk.device == "cuda":
-        verdict = f"; the goal of {_GOAL:.0%} is {format_verdict(share >= _GOAL)}"
+        verdict = f" The goal of at least {_GOAL:.0%} is {format_verdict(share >= _GOAL)}."
     return (
-        f"{load_name(best.load)}: {best.images_per_second:.1f} images/s, {share:.0%} of the "
-        f"engine's own {engine_rate:.1f} images/s (the model alone, without a server){verdict}. "
-        f"The throughput is also {best.images_per_second / bulk.images_per_second:.0%} of the "
-        f"{bulk.images_per_second:.1f} images/s of bulk prediction without a server."
+        f"{load_name(best.load)}: the server reaches {best.images_per_second:.1f} images/s. This "
+        f"is {share:.0%} of the {engine_rate:.1f} images/s of the model alone, without a server."
+        f"{verdict} The server also reaches "
+        f"{best.images_per_second / bulk.images_per_second:.0%} of the "
+        f"{bulk.images_per_second:.1f} images/s of bulk prediction (from JPEG files to masks "
+        "without a server)."
     )
 
 
@@ -191,26 +194,31 @@ def _latency_goal(
     goal depends on `max_delay_ms`, the server's option `--max-delay-ms`. None: there is no goal.
     """
     refused = result.refused_requests
-    refusal = f"{refused} of {refused + result.requests} refused"
+    refusal = f"{refused} of {refused + result.requests} requests were refused"
     if refused:
         slowest = max(r.latency.p99 for r in result.refusals)
-        refusal += f", 99% of them within {slowest:.1f} ms"
+        refusal += f", 99% of these within {slowest:.1f} ms"
     times = "random times" if load.arrivals == "poisson" else "equal intervals"
     parts = [
-        f"Load {load_name(load, best)}: images are sent at {times}. 100% is the "
-        f"{best.images_per_second:.1f} images/s of closed-loop clients. Requests: {refusal}",
-        f"The p99 of answered requests is {result.latency.p99:.1f} ms",
+        f"Load {load_name(load, best)}: {load.rate:.1f} images/s are sent at {times}",
+        f"This rate is {load.rate / best.images_per_second:.0%} of the "
+        f"{best.images_per_second:.1f} images/s with {load_name(best.load)}",
+        refusal,
+        f"The p99 latency of answered requests is {result.latency.p99:.1f} ms",
     ]
     if max_delay_ms is not None and load.rate < best.images_per_second:
         limit = max_delay_ms + 3 * best.times.infer
-        verdict = format_verdict(result.latency.p99 <= limit)
-        goal = (
-            f"the maximum batching delay of {max_delay_ms:.1f} ms plus three times the mean "
-            "inference time of a batch under the closed-loop load"
-        )
-        parts.append(f"The goal for p99 is {goal}. This goal of {limit:.1f} ms is {verdict}")
+        parts += [
+            f"The goal for this latency is {limit:.1f} ms: the maximum batching delay of "
+            f"{max_delay_ms:.1f} ms plus three times the mean inference time of a batch with "
+            f"{load_name(best.load)}",
+            f"The goal is {format_verdict(result.latency.p99 <= limit)}",
+        ]
     if (memory := result.server_memory_mib) is not None:
-        parts.append(f"The server's memory went from {memory[0]:.0f} to {memory[1]:.0f} MiB")
+        parts.append(
+            f"During this load, the server's memory went from {memory[0]:.0f} to "
+            f"{memory[1]:.0f} MiB"
+        )
     return ". ".join(parts) + "."
 
 

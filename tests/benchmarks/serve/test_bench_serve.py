@@ -65,7 +65,7 @@ def test_server_of_a_bundle_is_measured_and_stopped(bundle: Path, tmp_path: Path
     assert report["bulk"]["batch"] == 3
     assert report["max_delay_ms"] == 2.0
     (page,) = tmp_path.glob("serve-*.md")
-    assert "of the engine's own" in page.read_text()
+    assert "images/s of the model alone, without a server" in page.read_text()
     assert "of gRPC's" in page.read_text()
 
 
