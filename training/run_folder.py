@@ -139,9 +139,10 @@ class RunFolder:
         self._remove_older_than(checkpoint.iteration)
 
     def _remove_older_than(self, iteration: int) -> None:
-        """Remove numbered checkpoints up to `iteration`, but keep the latest `keep` of them.
+        """Remove old checkpoints: of those up to iteration `iteration`, keep only the last `keep`.
 
-        `keep` is the constructor's argument. If it is None, keep all.
+        Only numbered checkpoints are removed. `keep` is the constructor's argument. If it is None,
+        keep all.
         """
         # Later checkpoints exist if the user resumed from an older one. Keep them, because this run
         # did not write them.

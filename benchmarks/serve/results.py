@@ -83,7 +83,7 @@ class ServeResult:
 
     @property
     def refused_requests(self) -> int:
-        """Number of failed requests that should have been sent within the measurement."""
+        """Number of requests that failed, of those whose planned start is in the measurement."""
         return sum(refusals.requests for refusals in self.refusals)
 
     @property
@@ -116,8 +116,8 @@ def result_from_logs(
         server: Resource use of the server during the measurement. None: it is unknown.
 
     Raises:
-        NoAnswerError: no request that should have been sent within the measurement succeeded, or
-            no response of a successful request arrived within the measurement.
+        NoAnswerError: no request whose planned start is in the measurement succeeded, or no
+            response of a successful request arrived within the measurement.
     """
     seconds = window.end - window.start
     requests = [request for log in logs for request in log.requests]

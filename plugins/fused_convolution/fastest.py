@@ -77,7 +77,10 @@ class Choices:
         return self._indices[name]
 
     def add(self, name: str, index: int) -> None:
-        """Record the index of the fastest implementation under `name`, and rewrite the file."""
+        """Add the fastest implementation of an operation, and rewrite the JSON file.
+
+        `name` identifies the operation and its shapes; `index` is the implementation's.
+        """
         # Read the file again, because another process may have added choices.
         self._indices = {**self._read(), **self._indices, name: index}
         write_cached(self._path, json.dumps(self._indices).encode())

@@ -193,9 +193,9 @@ def _warn_if_not_compiled(artifacts: Sequence[Artifact], device: torch.device) -
             )
         elif compiled.target != (here := current_target(device)):
             _log.warning(
-                "the torch program %s was compiled by %s, but this machine has %s; the program is "
-                "compiled again now, which takes a minute; export the bundle on this machine to "
-                "start faster",
+                "the torch program %s was compiled by %s, but this machine has %s; it is compiled "
+                "again now, which takes a minute; export the bundle on this machine to start "
+                "faster",
                 artifact.path,
                 *map(_format_target, (compiled.target, here)),
             )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...model.image_limits import ImageError, check_size
+from ...model.plurals import counted
 from ...protos.inference import open_inference_pb2 as pb
 from ..engines.base import SourceImage
 from ..errors import InvalidRequestError
@@ -119,7 +120,7 @@ def _only_input(request: pb.ModelInferRequest) -> tuple[InputTensor, bytes | Non
     if len(raw) != 1 or tensor.HasField("contents"):
         typed = ", which also has typed contents" if tensor.HasField("contents") else ""
         raise InvalidRequestError(
-            f"raw_input_contents has length {len(raw)} for 1 input{typed}; "
+            f"raw_input_contents has {counted(len(raw), 'entry', 'entries')} for 1 input{typed}; "
             "send the input once, either as raw or as typed contents"
         )
     return tensor, raw[0]

@@ -268,7 +268,8 @@ class FairThreadPool:
         If the task is cancelled later, the function runs to its end, and its result is dropped.
 
         Args:
-            peer: gRPC peer of the request; it identifies the client's connection.
+            peer: gRPC peer of the request. It identifies the client's connection, and the threads
+                are shared fairly between connections.
             work: Function to call.
             arguments: Arguments of the function.
 
