@@ -28,8 +28,8 @@ quickstart: $(STAMP) ## Train, export, serve and measure a small model in runs/q
 PYTEST = OMP_NUM_THREADS=1 \
 	$(BIN)/pytest --numprocesses $(WORKERS) --maxprocesses 4 \
 	--dist loadfile --no-loadscope-reorder --max-worker-restart 0
-# Two more than there are cores: for half of the time, tests wait for a timer or a subprocess.
-WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
+# One more than there are cores: many tests wait for a timer or a subprocess. More are not faster.
+WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 test: $(STAMP) ## Run the tests; ARGS="-k masks" picks some
 	$(PYTEST) $(ARGS)
