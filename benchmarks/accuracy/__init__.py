@@ -80,8 +80,8 @@ def evaluate(
 
     `maskrcnn eval BUNDLE DATA` evaluates a bundle with the backends of the server. DATA is a data
     set folder in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for `maskrcnn train
-    finetune`. Its split `val`, or its only split, is used. For any other image folder with
-    a COCO annotation file, give --images and --annotations instead of DATA. DATA can also be CONFIG
+    finetune`. Its split `val`, or its only split, is used. For any other image folder with a COCO
+    annotation file, give --images and --annotations instead of DATA. DATA can also be CONFIG
     [KEY=VALUE]..., of which only data.val, data.on_broken, data.exif_orientation and the section
     `evaluation` are used.
 

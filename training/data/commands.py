@@ -122,4 +122,4 @@ def synthetic(
             overwrite=overwrite,
             on_image=lambda: progress.advance(task),
         )
-    click.echo(f"wrote {train} drawn training images and {val} validation images to {folder}")
+    click.echo(f"wrote {train} training and {val} validation images to {folder}")

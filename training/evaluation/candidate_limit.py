@@ -19,7 +19,7 @@ class LimitedImages:
     """
 
     def __init__(self, model: MaskRCNN) -> None:
-        """Create a counter, initially 0, of images with more candidates than `model` may keep."""
+        """Create a counter, initially 0, of images for which `model` may drop detections."""
         self._roi_heads = model.roi_heads
         self._config = model.config.roi
         # [B * R] int64: number of candidates of each of R proposals in each of B images, in the

@@ -190,7 +190,7 @@ def test_command_draws_a_data_set(tmp_path: Path) -> None:
     options = ["--classes", "ring,star", "--workers", "1"]
     result = CliRunner().invoke(data, [*arguments, *options])
     assert result.exit_code == 0, result.output
-    assert f"wrote 3 drawn training images and 1 validation images to {folder}" in result.output
+    assert f"wrote 3 training and 1 validation images to {folder}" in result.output
     content = json.loads((folder / "annotations/train.json").read_text())
     assert [category["name"] for category in content["categories"]] == ["ring", "star"]
     assert content["images"][0] == {
