@@ -105,7 +105,7 @@ class TrainingLoop:
                 shape bucket (input size) are unreadable. If a training batch cannot be loaded after
                 the first step, a run with one rank writes a checkpoint before it raises the error.
             ConfigError: A tracker cannot start.
-            DivergenceError: A loss or a weight is not finite.
+            DivergenceError: A loss or a weight is not finite, or nearly all gradients are not.
             GpuMemoryError: A step or an evaluation needs more memory than the GPU has.
             TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
         """
@@ -117,7 +117,13 @@ class TrainingLoop:
         worker = trainer.worker
         trackers = open_trackers(config, iterations.start) if worker.is_main else ()
         report = TrainingReport(
-            self._folder.path, config.log_period, iterations, worker, self._progress, trackers
+            self._folder.path,
+            config.log_period,
+            iterations,
+            worker,
+            self._progress,
+            trainer.scaler,
+            trackers,
         )
         with report, self._interruption:
             if self._evaluation_was_missed() and self._evaluate_and_save(report):

@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 import torch
 from rich.progress import Progress
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from ..model.atomic_files import atomic_write
 from ..model.losses import LOSS_NAMES
@@ -26,13 +27,39 @@ LOG_FILE = "log.txt"
 _Item = TypeVar("_Item")
 
 
-class DivergenceError(Exception):
-    """Training diverged: a loss or a weight is NaN or infinite."""
+# A fp16 run whose loss scale is smaller than this does not train. The scale starts at 65536, so 33
+# overflows in a row lead here.
+_LEAST_LOSS_SCALE = 2.0**-16
 
-    def __init__(self, symptom: str) -> None:
-        super().__init__(
-            f"{symptom}; lower solver.base_lr, lengthen solver.warmup_iterations, or set "
+
+class DivergenceError(Exception):
+    """Training diverged: losses, weights or gradients are NaN or infinite."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.args[0]}; lower solver.base_lr, lengthen solver.warmup_iterations, or set "
             "solver.clip_gradient_norm"
+        )
+
+
+def check_loss_scale(scaler: GradScaler, iteration: int) -> None:
+    """Check that fp16 training has not skipped nearly all of its last optimiser steps.
+
+    The loss scaler skips a step whose gradients are NaN or infinite, and halves the loss scale.
+    Losses stay finite then, because the weights do not change.
+
+    Args:
+        scaler: Loss scaler of the run. If it is disabled, nothing is checked.
+        iteration: Number of completed iterations, for the error message.
+
+    Raises:
+        DivergenceError: The loss scale is too small.
+    """
+    if scaler.is_enabled() and scaler.get_scale() < _LEAST_LOSS_SCALE:
+        raise DivergenceError(
+            f"the gradients were NaN or infinite in nearly all fp16 steps before iteration "
+            f"{iteration}, so the weights did not change (loss scale {scaler.get_scale():.1g}); "
+            "set precision=bf16, which needs no loss scale"
         )
 
 
@@ -46,6 +73,7 @@ class TrainingReport:
         iterations: range,
         worker: Worker,
         progress: Progress,
+        scaler: GradScaler,
         trackers: Sequence[Tracker] = (),
     ) -> None:
         """Open `metrics.jsonl`, and remove lines that a killed run wrote after its last checkpoint.
@@ -56,11 +84,13 @@ class TrainingReport:
             iterations: Iterations to train, counted from 0.
             worker: Rank of this process.
             progress: Progress bars from `terminal_progress`.
+            scaler: Loss scaler of the run, enabled in fp16.
             trackers: Result of `open_trackers`. They are closed with the report.
         """
         self._period = period
         self._iterations = iterations
         self._is_main = worker.is_main
+        self._scaler = scaler
         self._path = folder / METRICS_FILE
         if worker.is_main:
             _remove_lines_after(iterations.start, self._path)
@@ -102,7 +132,8 @@ class TrainingReport:
             rate: Learning rate of the iteration.
 
         Raises:
-            DivergenceError: A loss of an iteration in the reported period is not finite.
+            DivergenceError: A loss of an iteration in the reported period is not finite, or the
+                loss scaler has skipped nearly all steps.
         """
         self._losses.append(losses)
         self._done, self._rate = iteration + 1, rate
@@ -117,7 +148,8 @@ class TrainingReport:
         Before the block, report the losses of all iterations since the last report.
 
         Raises:
-            DivergenceError: One of these losses is not finite.
+            DivergenceError: One of these losses is not finite, or the loss scaler has skipped
+                nearly all steps.
         """
         # Losses are reported first, because the run may end with this evaluation.
         if self._losses:
@@ -179,6 +211,8 @@ class TrainingReport:
         self._progress.update(self._task, note=f"loss {medians[0]:.3f}")
         values = dict(zip(names, means, strict=True))
         values |= {f"{n}/median": m for n, m in zip(names, medians, strict=True)}
+        if self._scaler.is_enabled():
+            values["loss_scale"] = self._scaler.get_scale()
         values |= {"time": seconds, "data_time": data_seconds, "lr": rate, "max_memory_mib": memory}
         self.record_metrics(done, values)
         if not losses.isfinite().all():
@@ -186,6 +220,7 @@ class TrainingReport:
                 f"a loss was NaN or infinite in at least one of the last {len(losses)} iterations, "
                 f"up to iteration {done}"
             )
+        check_loss_scale(self._scaler, done)
 
 
 def with_progress(

@@ -129,7 +129,7 @@ class TorchvisionTrainer:
         self._config, self._device = config, worker.device
         self._model = model.to(worker.device).train()
         self._optimizer = build_optimizer(self._model, config.solver)
-        self._scaler = own.scaler
+        self.scaler = own.scaler
         self._iteration = 0
 
     @property
@@ -153,9 +153,9 @@ class TorchvisionTrainer:
         losses = torch.zeros(len(LOSS_NAMES), device=self._device)
         for batch in batches:
             terms = self._losses(batch) / len(batches)
-            self._scaler.scale(terms.sum()).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(terms.sum()).backward()  # type: ignore[no-untyped-call]
             losses += terms.detach()
-        apply_gradients(self._model, self._optimizer, self._scaler, solver)
+        apply_gradients(self._model, self._optimizer, self.scaler, solver)
         self._iteration += 1
         return losses
 

@@ -130,6 +130,7 @@ def measure_training(
         ConfigError: the configuration does not match the data, the machine or `settings`,
             torchvision has no model of this configuration, or GPU memory runs out.
         DataError: the data set is invalid.
+        DivergenceError: nearly all gradients of a run are NaN or infinite.
         ProcessError: a process of a run died.
     """
     from ...training.config import ConfigError
@@ -242,6 +243,7 @@ def measure_rank(
         ConfigError: GPU memory runs out, the configuration does not match the data or the machine,
             or torchvision has no model of this configuration.
         DataError: the data set is invalid.
+        DivergenceError: nearly all gradients are NaN or infinite.
     """
     os.environ.update(environment)
     import torch
@@ -269,6 +271,7 @@ def _measure_steps(
     from ...training.data.loading.device_batches import prefetch_batches
     from ...training.data.loading.loader import train_loader
     from ...training.distributed import worker
+    from ...training.reporting import check_loss_scale
     from ...training.trainer import Trainer, set_arithmetic
     from ..common.torchvision_baseline import TorchvisionTrainer
 
@@ -295,6 +298,7 @@ def _measure_steps(
             waits.append(time.perf_counter() - start)
             losses.append(trainer.step(parts))
             timer.mark()
+        check_loss_scale(trainer.scaler, settings.iterations)
         first, *_ = all_seconds = timer.seconds()
         seconds = all_seconds[settings.warmup :]
         images = config.solver.images_per_batch

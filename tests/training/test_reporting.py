@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from rich.progress import Progress
 from tiny_run import LoadTiny
+from torch.amp.grad_scaler import GradScaler
 
 from maskrcnn_trt.model.losses import LOSS_NAMES
 from maskrcnn_trt.training.config import ConfigError, DataConfig, DatasetConfig, TrainConfig
@@ -19,6 +20,7 @@ from maskrcnn_trt.training.terminal import terminal_progress
 from maskrcnn_trt.training.tracking import open_trackers
 
 ALONE, OTHER = Worker(0, 1, torch.device("cpu")), Worker(1, 2, torch.device("cpu"))
+DISABLED = GradScaler("cpu", enabled=False)
 NAMES = ("loss", *LOSS_NAMES)
 
 
@@ -28,9 +30,15 @@ def _config(folder: Path, *trackers: str) -> TrainConfig:
     return TrainConfig.model_validate(values)
 
 
-def _report(folder: Path, period: int, iterations: range, *trackers: str) -> TrainingReport:
+def _report(
+    folder: Path,
+    period: int,
+    iterations: range,
+    *trackers: str,
+    scaler: GradScaler = DISABLED,
+) -> TrainingReport:
     opened = open_trackers(_config(folder, *trackers), iterations.start)
-    return TrainingReport(folder, period, iterations, ALONE, Progress(), opened)
+    return TrainingReport(folder, period, iterations, ALONE, Progress(), scaler, opened)
 
 
 def _losses(iteration: int) -> torch.Tensor:
@@ -159,6 +167,34 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, value: float) ->
             report.record(1, torch.ones(5), rate=0.1)
 
 
+@pytest.mark.parametrize(("overflows", "scale"), [(2, 2.0**14), (32, 2.0**-16)])
+def test_single_overflows_do_not_end_a_run(tmp_path: Path, overflows: int, scale: float) -> None:
+    with _report(tmp_path, 1, range(1), scaler=_scaler_after(overflows)) as report:
+        report.record(0, torch.ones(5), rate=0.1)
+    (line,) = (tmp_path / METRICS_FILE).read_text().splitlines()
+    assert json.loads(line)["loss_scale"] == scale
+
+
+def test_a_run_whose_gradients_always_overflow_ends(tmp_path: Path) -> None:
+    """Its losses stay finite, because its weights never change."""
+    with (
+        _report(tmp_path, 1, range(40, 41), scaler=_scaler_after(33)) as report,
+        pytest.raises(DivergenceError, match=r"iteration 41.*precision=bf16"),
+    ):
+        report.record(40, torch.ones(5), rate=0.1)
+
+
+def _scaler_after(overflows: int) -> GradScaler:
+    """Return a loss scaler whose first steps all had an infinite gradient."""
+    weight, scaler = torch.zeros(1, requires_grad=True), GradScaler("cpu")
+    optimizer = torch.optim.SGD([weight])
+    for _ in range(overflows):
+        scaler.scale(torch.inf * weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler
+
+
 def test_a_run_that_diverges_leaves_no_checkpoint(tiny: LoadTiny, tmp_path: Path) -> None:
     config = tiny(
         "solver.base_lr=1e20", "solver.warmup_iterations=0", "solver.max_iterations=3",
@@ -170,7 +206,7 @@ def test_a_run_that_diverges_leaves_no_checkpoint(tiny: LoadTiny, tmp_path: Path
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    with TrainingReport(tmp_path, 1, range(1), OTHER, Progress()) as report:
+    with TrainingReport(tmp_path, 1, range(1), OTHER, Progress(), DISABLED) as report:
         report.record(0, torch.ones(5), rate=0.1)
         report.record_metrics(1, {"segm/AP": 0.5})
     assert not list(tmp_path.iterdir())
