@@ -251,4 +251,6 @@ def _plot_kinds(axes: "Axes", results: Sequence[TrainResult]) -> None:
     plot_stacked_bars(axes, bars, {IDLE: "lightgrey"})
     axes.set_title("GPU time of a step")
     axes.set_ylabel("ms")
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars
+    legend = axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    # The legend is beside the bars. Otherwise, it would widen the whole column of plots.
+    legend.set_in_layout(False)
