@@ -59,7 +59,7 @@ def check_loss_scale(scaler: GradScaler, iteration: int) -> None:
         raise DivergenceError(
             f"the gradients were NaN or infinite in nearly all fp16 steps before iteration "
             f"{iteration}, so the weights did not change (loss scale {scaler.get_scale():.1g}); "
-            "set precision=bf16, which needs no loss scale"
+            "set precision=bf16, which needs no loss scale, or compile=false"
         )
 
 
