@@ -16,7 +16,7 @@ from .data.loading.loader import train_loader
 from .early_stopping import BEST_BY, EarlyStopping
 from .evaluation.validation import Validation, log_metrics
 from .interruption import Interruption, TrainingInterrupted
-from .reporting import DivergenceError, TrainingReport
+from .reporting import DivergenceError, TrainingReport, check_loss_scale
 from .run_folder import RunFolder
 from .schedule import learning_rate
 from .tracking import open_trackers
@@ -105,7 +105,7 @@ class TrainingLoop:
                 shape bucket (input size) are unreadable. If a training batch cannot be loaded after
                 the first step, a run with one rank writes a checkpoint before it raises the error.
             ConfigError: A tracker cannot start.
-            DivergenceError: A loss or a weight is not finite, or nearly all gradients are not.
+            DivergenceError: A loss or a weight is not finite, or the loss scale is too small.
             GpuMemoryError: A step or an evaluation needs more memory than the GPU has.
             TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
         """
@@ -259,9 +259,10 @@ class TrainingLoop:
         `final`: name the file `model_final.pth`. `best`: write `model_best.pth` too.
 
         Raises:
-            DivergenceError: A weight is not finite.
+            DivergenceError: A weight is not finite, or the loss scale is too small.
         """
         trainer, config = self._trainer, self._config
+        check_loss_scale(trainer.scaler, trainer.iteration)
         if not all(weight.isfinite().all() for weight in trainer.model.parameters()):
             raise DivergenceError(
                 f"a weight was NaN or infinite after iteration {trainer.iteration}"

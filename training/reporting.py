@@ -23,43 +23,46 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
+# Minimum loss scale of an fp16 run. The scale starts at 65536, and 33 skipped steps in a row make
+# it smaller than this.
+_LEAST_LOSS_SCALE = 2.0**-16
+
+_ADVICE = (
+    "lower solver.base_lr, lengthen solver.warmup_iterations, or set solver.clip_gradient_norm"
+)
 
 _Item = TypeVar("_Item")
-
-
-# A fp16 run whose loss scale is smaller than this does not train. The scale starts at 65536, so 33
-# overflows in a row lead here.
-_LEAST_LOSS_SCALE = 2.0**-16
 
 
 class DivergenceError(Exception):
     """Training diverged: losses, weights or gradients are NaN or infinite."""
 
+    def __init__(self, symptom: str, advice: str = _ADVICE) -> None:
+        super().__init__(symptom, advice)
+
     def __str__(self) -> str:
-        return (
-            f"{self.args[0]}; lower solver.base_lr, lengthen solver.warmup_iterations, or set "
-            "solver.clip_gradient_norm"
-        )
+        return "; ".join(self.args)
 
 
 def check_loss_scale(scaler: GradScaler, iteration: int) -> None:
-    """Check that fp16 training has not skipped nearly all of its last optimiser steps.
+    """Check that the loss scale of fp16 training is at least 2 ** -16.
 
-    The loss scaler skips a step whose gradients are NaN or infinite, and halves the loss scale.
-    Losses stay finite then, because the weights do not change.
+    The loss scaler skips each step in which a gradient is NaN or infinite, and halves the loss
+    scale. If all steps are skipped, the losses stay finite, because the weights do not change.
 
     Args:
         scaler: Loss scaler of the run. If it is disabled, nothing is checked.
         iteration: Number of completed iterations, for the error message.
 
     Raises:
-        DivergenceError: The loss scale is too small.
+        DivergenceError: The loss scale is smaller than 2 ** -16.
     """
     if scaler.is_enabled() and scaler.get_scale() < _LEAST_LOSS_SCALE:
         raise DivergenceError(
-            f"the gradients were NaN or infinite in nearly all fp16 steps before iteration "
-            f"{iteration}, so the weights did not change (loss scale {scaler.get_scale():.1g}); "
-            "set precision=bf16, which needs no loss scale, or compile=false"
+            "in fp16, steps were skipped because gradients were NaN or infinite, and the loss "
+            f"scale fell to {scaler.get_scale():.1g} by iteration {iteration}",
+            "start a new run with precision=bf16 or, if the run is compiled, with compile=false; "
+            "if this error comes back, lower solver.base_lr",
         )
 
 
@@ -133,7 +136,7 @@ class TrainingReport:
 
         Raises:
             DivergenceError: A loss of an iteration in the reported period is not finite, or the
-                loss scaler has skipped nearly all steps.
+                loss scale is too small (`check_loss_scale`).
         """
         self._losses.append(losses)
         self._done, self._rate = iteration + 1, rate
@@ -148,8 +151,8 @@ class TrainingReport:
         Before the block, report the losses of all iterations since the last report.
 
         Raises:
-            DivergenceError: One of these losses is not finite, or the loss scaler has skipped
-                nearly all steps.
+            DivergenceError: One of these losses is not finite, or the loss scale is too small
+                (`check_loss_scale`).
         """
         # Losses are reported first, because the run may end with this evaluation.
         if self._losses:

@@ -252,5 +252,5 @@ def _plot_kinds(axes: "Axes", results: Sequence[TrainResult]) -> None:
     axes.set_title("GPU time of a step")
     axes.set_ylabel("ms")
     legend = axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    # The legend is beside the bars. Otherwise, it would widen the whole column of plots.
+    # The legend is beside the bars. As a part of the layout, it would widen its column of plots.
     legend.set_in_layout(False)

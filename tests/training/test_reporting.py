@@ -1,5 +1,6 @@
 import json
 import logging
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -168,7 +169,9 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, value: float) ->
 
 
 @pytest.mark.parametrize(("overflows", "scale"), [(2, 2.0**14), (32, 2.0**-16)])
-def test_single_overflows_do_not_end_a_run(tmp_path: Path, overflows: int, scale: float) -> None:
+def test_overflows_down_to_the_minimum_scale_do_not_end_a_run(
+    tmp_path: Path, overflows: int, scale: float
+) -> None:
     with _report(tmp_path, 1, range(1), scaler=_scaler_after(overflows)) as report:
         report.record(0, torch.ones(5), rate=0.1)
     (line,) = (tmp_path / METRICS_FILE).read_text().splitlines()
@@ -179,13 +182,14 @@ def test_a_run_whose_gradients_always_overflow_ends(tmp_path: Path) -> None:
     """Its losses stay finite, because its weights never change."""
     with (
         _report(tmp_path, 1, range(40, 41), scaler=_scaler_after(33)) as report,
-        pytest.raises(DivergenceError, match=r"iteration 41.*precision=bf16"),
+        pytest.raises(DivergenceError, match=r"iteration 41.*precision=bf16") as caught,
     ):
         report.record(40, torch.ones(5), rate=0.1)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def _scaler_after(overflows: int) -> GradScaler:
-    """Return a loss scaler whose first steps all had an infinite gradient."""
+    """Return a loss scaler after a number of steps whose gradient was infinite."""
     weight, scaler = torch.zeros(1, requires_grad=True), GradScaler("cpu")
     optimizer = torch.optim.SGD([weight])
     for _ in range(overflows):
