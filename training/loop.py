@@ -105,7 +105,7 @@ class TrainingLoop:
                 shape bucket (input size) are unreadable. If a training batch cannot be loaded after
                 the first step, a run with one rank writes a checkpoint before it raises the error.
             ConfigError: A tracker cannot start.
-            DivergenceError: A loss or a weight is not finite, or the loss scale is too small.
+            DivergenceError: A loss or a weight is not finite, or the fp16 loss scale is too small.
             GpuMemoryError: A step or an evaluation needs more memory than the GPU has.
             TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
         """
@@ -259,7 +259,7 @@ class TrainingLoop:
         `final`: name the file `model_final.pth`. `best`: write `model_best.pth` too.
 
         Raises:
-            DivergenceError: A weight is not finite, or the loss scale is too small.
+            DivergenceError: A weight is not finite, or the fp16 loss scale is too small.
         """
         trainer, config = self._trainer, self._config
         check_loss_scale(trainer.scaler, trainer.iteration)

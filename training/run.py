@@ -45,7 +45,7 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
         CheckpointError: The initial weights or the last checkpoint cannot be read.
         ZooError: The published model that `weights` names does not exist, or is not supported.
         DownloadError: The download of the initial weights failed.
-        DivergenceError: A loss or a weight is not finite, or the loss scale is too small.
+        DivergenceError: A loss or a weight is not finite, or the fp16 loss scale is too small.
         GpuMemoryError: A step or an evaluation needs more memory than the GPU has.
         RankLostError: Another rank ended, or did not answer for 30 minutes.
         ExpectationError: A final metric is missing, or is below its value in `evaluation.expected`

@@ -130,7 +130,7 @@ def measure_training(
         ConfigError: the configuration does not match the data, the machine or `settings`,
             torchvision has no model of this configuration, or GPU memory runs out.
         DataError: the data set is invalid.
-        DivergenceError: the loss scale of a run became too small.
+        DivergenceError: the fp16 loss scale of a run became too small (`check_loss_scale`).
         ProcessError: a process of a run died.
     """
     from ...training.config import ConfigError
@@ -243,7 +243,7 @@ def measure_rank(
         ConfigError: GPU memory runs out, the configuration does not match the data or the machine,
             or torchvision has no model of this configuration.
         DataError: the data set is invalid.
-        DivergenceError: the loss scale became too small.
+        DivergenceError: the fp16 loss scale became too small (`check_loss_scale`).
     """
     os.environ.update(environment)
     import torch

@@ -209,6 +209,18 @@ def test_a_run_that_diverges_leaves_no_checkpoint(tiny: LoadTiny, tmp_path: Path
     assert not list(tmp_path.glob("*.pth"))
 
 
+def test_a_loss_scale_below_the_minimum_is_not_stored(
+    tiny: LoadTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run would end at its first report."""
+    scaler = _scaler_after(33)
+    monkeypatch.setattr(torch.amp.grad_scaler, "GradScaler", lambda *_, **__: scaler)
+    config = tiny("solver.max_iterations=3", "log_period=3", "checkpoint_period=2")
+    with pytest.raises(DivergenceError, match=r"loss scale .*iteration 2"):
+        run_training(config)
+    assert not list(tmp_path.glob("*.pth"))
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     with TrainingReport(tmp_path, 1, range(1), OTHER, Progress(), DISABLED) as report:
         report.record(0, torch.ones(5), rate=0.1)
