@@ -3,10 +3,8 @@
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +13,7 @@ from torch._functorch import config as autograd_config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.nn import functional as F
 
+from ..model.bundle.program import INDUCTOR_OPTIONS, ignore_torch_warnings
 from ..model.losses import LossTerms
 from ..model.mask_rcnn import MaskRCNN
 from ..model.targets import Targets
@@ -57,11 +56,11 @@ class CompiledLosses:
             on_counts: Function to call with `LossTerms.counts` in each forward pass, before the
                 losses are computed. If a compilation fails, it may be called twice. None: call
                 nothing.
-            on_gradients: Function to call twice in each backward pass: when all gradients of the
-                first group of `parameters_by_part` are computed, and when all of the second group
-                are. If the backbone's first stages are frozen, the second call does not happen. If
-                the whole backbone is frozen, or a compilation has failed, neither call happens.
-                None: call nothing.
+            on_gradients: Function to call in each backward pass when the gradients of the first
+                group of `parameters_by_part` are computed, and again when those of the second group
+                are computed. The second call is left out if the backbone's first stages are frozen.
+                Both calls are left out if the whole backbone is frozen, or if a compilation has
+                failed. None: call nothing.
         """
         # On import, torch sets this variable to a folder in /tmp, unless the user has set it.
         # Replace only torch's value.
@@ -71,11 +70,19 @@ class CompiledLosses:
         # DistributedDataParallel. Such parts take longer to compile, and are not in the compilation
         # cache of an earlier run with one GPU.
         torch._dynamo.config.optimize_ddp = False
-        options: dict[str, Any] | None = None
+        options = dict(INDUCTOR_OPTIONS)
         if graphs:
-            options = {"triton.cudagraphs": True, "triton.cudagraph_dynamic_shape_warn_limit": 1000}
+            options |= {
+                "triton.cudagraphs": True,
+                "triton.cudagraph_dynamic_shape_warn_limit": 1000,
+            }
         self._model = model
-        compiled = partial(torch.compile, dynamic=False, backend=backend, options=options)
+        compiled = partial(
+            torch.compile,
+            dynamic=False,
+            backend=backend,
+            options=options if backend == "inductor" else None,  # other compilers reject them
+        )
         self._first_stages = compiled(model.first_stages)
         self._sample_from_maps = compiled(model.sample_from_maps)
         self._loss_sums = compiled(model.loss_sums)
@@ -142,8 +149,7 @@ class CompiledLosses:
         # call. By default, torch compiles it when it first runs.
         eagerly = autograd_config.patch(force_non_lazy_backward_lowering=True)
         try:
-            with eagerly, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # hints for developers of torch
+            with eagerly, ignore_torch_warnings():
                 losses = self._losses(images, image_sizes, targets, seeds)
         except BackendCompilerFailed as error:
             inner = error.inner_exception

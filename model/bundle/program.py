@@ -4,6 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,11 @@ from .manifest import Artifact, BundleError, Precision
 
 # Additional GPU memory in bytes that a warm-up run may take while cuDNN tries algorithms.
 _TRIAL_BYTES = 8 << 30
+# Options of torch's compiler (Inductor). By default, the compiler pads the strides of large
+# intermediate tensors. torch 2.11 then computes wrong results on a GPU: it may write a tensor with
+# one layout and read it with another, beyond the tensor's end
+# (https://github.com/pytorch/pytorch/issues/194281).
+INDUCTOR_OPTIONS: dict[str, Any] = {"comprehensive_padding": False}
 
 
 class Program:
@@ -52,9 +58,9 @@ class Program:
         """Warm up a program on a GPU for batches of the shape of `images`.
 
         The arguments are those of `__call__`. The program runs once, which compiles it, loads
-        kernels and selects algorithms. The outputs are discarded. During this run, the GPU memory
-        limit of the process is reduced. If the program exceeds this limit, it runs again with the
-        previous limit.
+        kernels and selects algorithms. The outputs are discarded. During this run, the process has
+        a lower limit of GPU memory, so that trials of algorithms do not take all memory. If the
+        model itself exceeds this limit, the program runs again with the previous limit.
         """
         # In fp32, some algorithms that cuDNN tries would take all GPU memory, including memory that
         # other processes need. Therefore the first run has a lower memory limit. If the model
@@ -90,7 +96,7 @@ def program_from_exported(
     module = exported.module()
     if device.type != "cuda":
         return Program(module, precision, device)
-    compiled = torch.compile(module, fullgraph=True)
+    compiled = torch.compile(module, fullgraph=True, options=INDUCTOR_OPTIONS)
 
     def run(images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
         if len(images) > 1:

@@ -122,6 +122,11 @@ BODIES = {
     "c4": (*FROZEN, "model.backbone.features=c4"),
     "c5": (*FROZEN, "model.backbone.name=resnet50", "model.backbone.features=c5"),
     "group norm": ("model.num_classes=3", "weights=null"),
+    # The maps of `layer4` have 25x42 cells. By default, torch's compiler would pad such maps.
+    "group norm, large images": (
+        *("model.num_classes=3", "weights=null", "model.backbone.name=resnet50"),
+        *("data.min_size=800", "data.max_size=1333", "data.buckets=[[800,1344],[1344,800]]"),
+    ),
     "batch norm": ("model.num_classes=3", "weights=null", "model.backbone.norm=bn"),
 }
 
@@ -148,7 +153,11 @@ def test_compiled_steps_equal_eager_ones(tiny: LoadTiny, body: str, precision: s
         torch.testing.assert_close(*losses, rtol=tolerance, atol=tolerance)
     # Sums of the gradients of all steps.
     momenta = [
-        torch.cat([state["momentum_buffer"].flatten() for state in t.optimizer.state.values()])
-        for t in (compiled, eager)
+        [state["momentum_buffer"].flatten() for state in trainer.optimizer.state.values()]
+        for trainer in (compiled, eager)
     ]
-    assert (momenta[0] - momenta[1]).norm() < 10 * tolerance * momenta[1].norm()
+    whole, expected = map(torch.cat, momenta)
+    assert (whole - expected).norm() < 10 * tolerance * expected.norm()
+    # An error in a few layers hardly changes the norm over all layers.
+    for one, other in zip(*momenta, strict=True):
+        assert (one - other).norm() < 0.5 * other.norm() + 1e-3 * expected.norm()
