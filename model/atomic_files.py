@@ -1,7 +1,8 @@
-"""Atomic file writes."""
+"""Atomic file writes, and checks of output paths before a long computation."""
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -19,13 +20,12 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
     Args:
         path: The file to create or replace. Its folder must exist.
-        durable: Flush the file and its folder to the disk, so that the file survives a power loss.
+        durable: Whether to flush the file and its folder to the disk, against a power loss.
 
     Raises:
         OSError: The file cannot be written.
     """
-    # Do not replace devices such as /dev/null, or the link /dev/stdout.
-    if path.exists() and (not path.is_file() or path.absolute().parts[1] in ("dev", "proc")):
+    if _is_written_directly(path):
         with path.open("wb") as file:
             yield file
         return
@@ -50,3 +50,31 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def check_creatable(path: Path) -> None:
+    """Check that a file or folder can be created or replaced at a path, without doing so.
+
+    If `path` is a folder already, check that files can be created in it.
+
+    Raises:
+        OSError: It cannot be created. `strerror` names the existing folder or file that prevents
+            it, and `filename` is `path`.
+    """
+    if not path.is_dir() and _is_written_directly(path):
+        return
+    parents = path.absolute().parents
+    existing = next(p for p in (path, *parents) if os.path.exists(p))
+    if existing == path and path.is_file():
+        existing = parents[0]
+    try:
+        # Create a file, because permissions do not tell whether that works, as in /proc.
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        reason = f"no file can be created in {existing} ({error.strerror})"
+        raise OSError(error.errno, reason, str(path)) from None
+
+
+def _is_written_directly(path: Path) -> bool:
+    """Return whether a path is not a file, but for example /dev/null, or the link /dev/stdout."""
+    return path.exists() and (not path.is_file() or path.absolute().parts[1] in ("dev", "proc"))

@@ -1,11 +1,12 @@
 """Checkpoint files, written by training and read by export and evaluation."""
 
+import errno
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import InstanceOf, TypeAdapter, ValidationError
 from torch import Tensor
 
 from .atomic_files import atomic_write
@@ -28,7 +29,7 @@ class Checkpoint:
     """Contents of a checkpoint file: weights, configuration, preprocessing and training state."""
 
     model_config: ModelConfig
-    weights: dict[str, Tensor]
+    weights: dict[str, InstanceOf[Tensor]]
     categories: tuple[Category, ...]
     preprocessing: Preprocessing
     buckets: tuple[ShapeBucket, ...]
@@ -77,6 +78,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 def unreadable_file_message(path: Path, error: OSError) -> str:
     """Return the message of a `CheckpointError`, given the error raised when reading a file."""
+    if error.errno == errno.EINVAL:  # torch seeks to a position that a cut off file does not have
+        return f"{path} is damaged; give another file"
     return (
         f"cannot read {path}: {error.strerror or error}; make the file readable for this user, or "
         "give another file"
@@ -101,15 +104,17 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 f"{path} has checkpoint format {content['format']}, but this version of the "
                 f"program reads format {_FORMAT}; use the version that wrote the checkpoint"
             )
-        return Checkpoint(
-            model_config=_model_config_from(content["model_config"], path),
-            weights=content["model"],
-            categories=tuple(Category.model_validate(c) for c in content["categories"]),
-            preprocessing=Preprocessing.model_validate(content["preprocessing"]),
-            buckets=tuple(ShapeBucket(*bucket) for bucket in content["buckets"]),
-            iteration=content["iteration"],
-            metrics=content["metrics"],
-            training_state=content["training_state"],
+        return TypeAdapter(Checkpoint).validate_python(
+            {
+                "model_config": _model_config_from(content["model_config"], path),
+                "weights": content["model"],
+                "categories": content["categories"],
+                "preprocessing": content["preprocessing"],
+                "buckets": content["buckets"],
+                "iteration": content["iteration"],
+                "metrics": content["metrics"],
+                "training_state": content["training_state"],
+            }
         )
     except CheckpointError:
         raise

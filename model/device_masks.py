@@ -118,9 +118,10 @@ def selected_rles(
 
 
 def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp]) -> list[bytes]:
-    """Encode masks that can have any number of RLE runs, and return their COCO `counts`.
+    """Encode masks without a limit on their number of RLE runs, and return their COCO `counts`.
 
-    `chosen` are flat indices of masks in the batch: image * D + detection.
+    `chosen` [N] holds indices of masks in the batch: image * D + detection, with D detections per
+    image.
     """
     # Make few transfers between host and device. Each transfer waits for all earlier work in the
     # stream, in which masks of other batches are encoded again, too.

@@ -12,12 +12,12 @@ from typing import Any
 def exit_on_signals() -> Iterator[Callable[[], None]]:
     """Context manager: make SIGTERM and SIGHUP raise SystemExit, so that `finally` blocks run.
 
-    The exit status is 128 + signal number. If a signal is ignored, as under `nohup`, or already has
-    a handler, its behaviour is kept. After the first signal, further signals are ignored.
+    The exit status is 128 + signal number. After the first signal, further signals are ignored.
+    A signal that is already ignored, as under `nohup`, or that already has a handler, is left
+    unchanged, also by the yielded function.
 
     Yields:
-        Function that makes the process ignore both signals, for example during clean-up. A signal
-        that kept its behaviour is not affected.
+        Function that makes the process ignore both signals, for example during clean-up.
     """
     numbers = [
         number

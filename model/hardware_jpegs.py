@@ -153,7 +153,7 @@ class HardwareJpegDecoder:
             return [images.get(index) for index in range(len(files))]
 
     def _supported_sizes(self, file: Tensor) -> _PlaneSizes | None:
-        """Return the sizes of a JPEG's planes. None: the hardware does not support the file."""
+        """Return the sizes of a JPEG's planes, or None if the hardware cannot decode the file."""
         library, handle, header = self._library, self._handle, self._header
         width, height, chroma, unsupported = c_uint(), c_uint(), c_int(), c_int(1)
         if library.parse_header(handle, file.data_ptr(), len(file), header) != _SUCCESS:
@@ -216,7 +216,7 @@ class HardwareJpegDecoder:
 def hardware_jpeg_decoder(device: torch.device) -> HardwareJpegDecoder | None:
     """Return the JPEG decoder of a GPU, which all callers in this process share.
 
-    None: the GPU has no decoder hardware, or this process has not loaded nvJPEG.
+    Return None if the GPU has no decoder hardware, or if this process has not loaded nvJPEG.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     return _decoder_of(torch.device("cuda", index))
@@ -234,7 +234,7 @@ def _decoder_of(device: torch.device) -> HardwareJpegDecoder | None:
 
 
 def _path_of_nvjpeg() -> str | None:
-    """Return the path of the nvJPEG library in this process. None: nvJPEG is not loaded."""
+    """Return the path of the nvJPEG library that this process has loaded, or None without one."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     return next((line.split(maxsplit=5)[-1] for line in lines if "/libnvjpeg" in line), None)

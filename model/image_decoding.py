@@ -93,9 +93,9 @@ def decode_image(
     yields its first frame. Time and memory are bounded by the number of pixels and bytes, even for
     hostile data.
 
-    Pixels of a 16-bit grey image are reduced to 8 bits: the highest 8 bits of the actual depth are
-    kept. The actual depth is the smallest of 8, 10, 12, 14 and 16 bits in which the largest pixel
-    value of the image fits.
+    A 16-bit grey image can use only the lowest bits, such as 12. Its depth is the smallest of 8,
+    10, 12, 14 and 16 bits in which its largest pixel value fits. The highest 8 bits of this depth
+    are kept.
 
     Args:
         data: the encoded image.
@@ -109,8 +109,8 @@ def decode_image(
     Raises:
         ImageError: the data are not a JPEG, PNG or WebP image, or the image is damaged, is too
             small, has more than `max_pixels` pixels, or would take too long to decode. Or the image
-            has 16 bits per colour channel, but all values fit in 14 bits: it would turn dark,
-            because only the highest 8 of the 16 bits are kept.
+            has 16 bits per colour channel, of which the highest 8 are kept, but all values fit in
+            14 bits, so it would turn dark.
     """
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1
@@ -148,7 +148,7 @@ def decoding_memory(data: bytes, *, max_pixels: int = MAX_PIXELS) -> int:
 
 
 def plugin_for(data: bytes) -> type[ImageFile] | None:
-    """Return Pillow's reader class for a JPEG, PNG or WebP image. None: `data` is none of these."""
+    """Return Pillow's reader class for JPEG, PNG or WebP data, and None for other data."""
     if is_jpeg(data):
         return JpegImageFile
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -203,7 +203,7 @@ def _is_plain_jpeg(image: ImageFile, data: bytes) -> bool:
 def excess_bits(image: Image) -> int:
     """Return the number of low bits to drop to reduce a loaded 16-bit image to 8 bits.
 
-    0: the values fit in 8 bits, or Pillow has dropped the low bits already.
+    Return 0 if the values fit in 8 bits, or if Pillow has dropped the low bits already.
 
     Raises:
         ImageError: the highest bits of a colour image are 0, for example because it uses only the

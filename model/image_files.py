@@ -1,17 +1,19 @@
-"""Reading of local image files. BMP and TIFF files are converted to PNG.
+"""Reading of the user's own images: files, contents of files, or pixels.
 
-Pillow's BMP and TIFF decoders do not limit their time and memory for hostile data. Therefore the
-server rejects these formats, and programs that read the user's own files convert them. This module
-does not import torch.
+BMP and TIFF files are converted to PNG. Pillow's BMP and TIFF decoders do not limit their time and
+memory for hostile data. Therefore the server rejects these formats, and programs that read the
+user's own files convert them. This module does not import torch.
 """
 
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path, PurePath
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import ExifTags
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.Image import Exif, Image, fromarray
@@ -21,9 +23,12 @@ from PIL.TiffImagePlugin import TiffImageFile
 from .bundle.manifest import Preprocessing
 from .bundle.spec import MAX_PIXELS
 from .image_decoding import IMAGE_SUFFIXES, decode_image, excess_bits, plugin_for
-from .image_limits import ImageError, check_file_size, check_size
+from .image_limits import ImageError, check_file_size, check_size, image_error_from_os_error
 from .resizing import Pixels, resize_image, resized_size
 from .upright_images import TRANSPOSES
+
+# Input image: content of a JPEG, PNG or WebP file, path of an image file, or RGB pixels [H, W, 3].
+ImageSource = bytes | Path | NDArray[np.uint8]
 
 # Lower-case suffixes by which image files in a folder are recognised.
 IMAGE_FILE_SUFFIXES = IMAGE_SUFFIXES | {".bmp", ".tif", ".tiff"}
@@ -43,11 +48,16 @@ _OPPOSITES = {6: 8, 8: 6}
 
 @contextmanager
 def errors_of_file(path: Path) -> Iterator[None]:
-    """Context manager: if the block raises `ImageError`, put `path` before the error's message."""
+    """Context manager: put `path` before the message of an `ImageError` that the block raises.
+
+    An `OSError` becomes such an `ImageError`.
+    """
     try:
         yield
     except ImageError as error:
         raise ImageError(f"{path}: {error}") from error
+    except OSError as error:
+        raise ImageError(f"{path}: {image_error_from_os_error(error)}") from error
 
 
 def is_image_file(path: PurePath, suffixes: Collection[str] = IMAGE_FILE_SUFFIXES) -> bool:
@@ -64,9 +74,12 @@ def image_file_size(path: Path) -> int:
 
     Raises:
         OSError: the file does not exist or is not accessible.
-        ImageError: the path is a pipe or a device file.
+        ImageError: the path is a pipe or a device file, or contains a NUL character.
     """
-    status = path.stat()
+    try:
+        status = path.stat()
+    except ValueError as error:
+        raise ImageError(f"the path is invalid ({error})") from None
     # Pipes and devices may be endless or block, and some callers read the file twice.
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         raise ImageError(
@@ -89,6 +102,51 @@ def read_image_file(path: Path) -> bytes:
         return png_from_other_formats(file.read())
 
 
+def read_image_source(image: ImageSource) -> bytes | NDArray[np.uint8]:
+    """Return the encoded content of an image, or the pixels of an array.
+
+    Raises:
+        TypeError: `image` is not an `ImageSource`.
+        ImageError: the array is empty or not of shape [H, W, 3], or `read_image_file` rejects the
+            file.
+        OSError: the file cannot be read.
+    """
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, Path):
+        return read_image_file(image)
+    _check_pixels(image)
+    return image
+
+
+def _check_pixels(image: Any) -> None:
+    is_array = isinstance(image, np.ndarray)
+    if not is_array or image.dtype != np.uint8:
+        kind = f"array of {image.dtype}" if is_array else type(image).__name__
+        remedy = "; wrap a path in Path" if isinstance(image, str) else ""
+        raise TypeError(
+            "an image must be the bytes of a file, a pathlib.Path or a uint8 array [H, W, 3], not "
+            f"{kind}{remedy}"
+        )
+    if image.ndim != 3 or image.shape[2] != 3 or not image.size:
+        raise ImageError(
+            f"an array of shape {list(image.shape)} is not an image; it must be [H, W, 3] RGB and "
+            "not empty"
+        )
+
+
+def check_images(images: object, protocol: Any = Iterable) -> None:
+    """Raise TypeError if `images` is one image, or is not iterable.
+
+    `protocol` is the class of valid iterables: `Iterable`, or a union with `AsyncIterable`.
+    """
+    # Arrays of four dimensions, and arrays of strings, hold several images.
+    is_image = isinstance(images, np.ndarray) and images.ndim < 4 and images.dtype.kind in "biuf"
+    is_data = isinstance(images, str | bytes | bytearray | memoryview)
+    if is_image or is_data or not isinstance(images, protocol):
+        raise TypeError(f"images must be a list of images, not {type(images).__name__}")
+
+
 def read_resized_image(path: Path, preprocessing: Preprocessing) -> Pixels:
     """Read an image file, and resize the image by the rules of `preprocessing`, without padding.
 
@@ -96,8 +154,8 @@ def read_resized_image(path: Path, preprocessing: Preprocessing) -> Pixels:
         [h, w, 3] RGB; float32 with the resize rule `torchvision`, otherwise uint8.
 
     Raises:
-        OSError: the file cannot be read.
-        ImageError: the image is invalid. The message begins with the path.
+        ImageError: the file cannot be read, or the image is invalid. The message begins with the
+            path.
     """
     with errors_of_file(path):
         image = decode_image(read_image_file(path))

@@ -40,6 +40,11 @@ class ImageError(ValueError):
     """Invalid image; the message is one sentence with the reason."""
 
 
+def image_error_from_os_error(error: OSError) -> ImageError:
+    """Convert the OSError of an unreadable image file to an `ImageError`."""
+    return ImageError(f"the file cannot be read ({error.strerror or error})")
+
+
 def check_size(height: int, width: int, max_pixels: int) -> None:
     """Check the size of an image.
 

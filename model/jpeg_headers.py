@@ -21,7 +21,7 @@ _MAX_SEGMENTS: Final = 32
 def size_of_usual_jpeg(data: bytes) -> tuple[int, int] | None:
     """Return height and width of a simple JPEG: grey or YCbCr, a single scan, and no metadata.
 
-    None: the data is not such a JPEG, or is damaged.
+    Return None if the data is not such a JPEG, or is damaged.
     """
     # This parser takes a quarter of Pillow's time. The server calls it in its event loop, where
     # other requests would wait for it.

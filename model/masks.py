@@ -201,11 +201,11 @@ def _counts_from_probabilities(
 
 
 def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Concatenate the flat indices at which a mask's value changes, from consecutive chunks.
+    """Join the edges of a mask's consecutive chunks: flat indices at which the value changes.
 
-    In each chunk, the values before the first and after the last pixel count as 0. If a run of ones
-    crosses the border between two chunks, both chunks contain the index of the border. Drop both
-    indices, because the value of the mask does not change at this border.
+    In each chunk, the values before the first and after the last pixel count as 0. So if a run of
+    ones crosses the border between two chunks, both chunks have an edge at the border. Drop both
+    edges, because the value of the whole mask does not change there.
     """
     edges = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
     is_inner = np.zeros(len(edges) + 1, np.bool_)

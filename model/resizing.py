@@ -33,8 +33,11 @@ def resized_size(
     """Return the height and width in pixels that an image has after resizing.
 
     The aspect ratio is kept. The shorter side becomes `min_size`, unless the longer side would
-    exceed `max_size`. In this case, the longer side becomes `max_size`. Fractions of a pixel are
-    rounded to the nearest pixel with the rule `detectron2`, and down with the other rules.
+    exceed `max_size`. In this case, the longer side becomes `max_size`.
+
+    With the rule `detectron2`, sides are rounded to the nearest pixel. With the other rules, they
+    are rounded down, as in torchvision. The result can then be a pixel shorter than `min_size` or
+    `max_size`, because a float product such as 161 * (800 / 161) can be below 800.
     """
     shorter, longer = min(height, width), max(height, width)
     if rule == "detectron2":

@@ -1,7 +1,7 @@
 """Box and mask heads (He et al., Mask R-CNN) for whole batches."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ..plugins.nms_keep import nms_keep
 from ..plugins.pyramid_roi_align import pyramid_roi_align
 from ..plugins.stable_top_k import stable_top_k
 from .backbone import build_resnet, feature_strides, norm_layer
+from .batch_norm import RoiBatchNorm2d, apply_head
 from .config.schema import ModelConfig, RoiConfig
 from .losses import smooth_l1_sum
 from .rpn import Proposals
@@ -120,12 +121,14 @@ class RoiHeads(nn.Module):
     def __init__(self, config: ModelConfig, channels: int) -> None:
         super().__init__()
         self.config = roi = config.roi
+        self._shared_head_is_frozen = False
         self._inclusive = config.inclusive_boxes
         self._scales = tuple(1 / stride for stride in feature_strides(config.backbone)[:4])
         outputs = config.num_classes + 1
         if config.backbone.features == "c4":
             self.shared_head = build_resnet(config.backbone).layer4
-            self.shared_head.requires_grad_(config.backbone.frozen_stages < 5)
+            if config.backbone.frozen_stages == 5:
+                self.freeze_shared_head()
             box_dim = mask_dim = 2 * channels
             box_head: nn.Module = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
             mask_head: nn.Module = nn.Identity()
@@ -134,11 +137,24 @@ class RoiHeads(nn.Module):
             box_dim, mask_dim = roi.box_head_dim, roi.mask_head_dim
             box_head = _box_head(roi, channels)
             mask_dims = [mask_dim] * roi.mask_head_depth
-            mask_head = MaskRCNNHeads(channels, mask_dims, 1, norm_layer(roi.head_norm))
+            mask_head = MaskRCNNHeads(channels, mask_dims, 1, _norm_layer(roi))
         self.box_head = box_head
         self.box_predictor = FastRCNNPredictor(box_dim, outputs)
         self.mask_head = mask_head
         self.mask_predictor = MaskPredictor(mask_dim, roi.mask_head_dim, outputs)
+
+    def freeze_shared_head(self) -> None:
+        """Freeze weights and batch-norm statistics of `shared_head`."""
+        self.shared_head.requires_grad_(False)
+        self._shared_head_is_frozen = True
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode; a frozen `shared_head` remains in evaluation mode."""
+        super().train(mode)
+        if self._shared_head_is_frozen:
+            self.shared_head.eval()
+        return self
 
     def _pool(self, features: Sequence[Tensor], boxes: Tensor, size: int) -> Tensor:
         pooled: Tensor = pyramid_roi_align(
@@ -155,12 +171,16 @@ class RoiHeads(nn.Module):
         shared: Tensor = self.shared_head(pooled.flatten(0, 1))
         return shared
 
-    def _predict_boxes(self, features: Sequence[Tensor], boxes: Tensor) -> tuple[Tensor, Tensor]:
+    def _predict_boxes(
+        self, features: Sequence[Tensor], boxes: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return logits [B, R, C] and deltas [B, R, C, 4] of C classes for boxes [B, R, 4].
 
-        Class 0 is the background.
+        Class 0 is the background. `chosen` [B, R] bool marks the boxes from which batch norm
+        computes its statistics in training. None: all boxes.
         """
-        hidden = self.box_head(self._pool(features, boxes, self.config.box_pool))
+        pooled = self._pool(features, boxes, self.config.box_pool)
+        hidden = apply_head(self.box_head, pooled, chosen)
         logits, deltas = self.box_predictor(hidden)
         shape = boxes.shape[:2]
         return logits.float().unflatten(0, shape), deltas.float().view(*shape, -1, 4)
@@ -203,10 +223,21 @@ class RoiHeads(nn.Module):
         )
         return BoxDetections(*(_padded_rows(rows, config.max_detections) for rows in detections))
 
-    def predict_masks(self, features: Sequence[Tensor], boxes: Tensor, labels: Tensor) -> Tensor:
-        """Return M x M mask logits [B, K, M, M] float32 for boxes [B, K, 4] and labels [B, K]."""
+    def predict_masks(
+        self,
+        features: Sequence[Tensor],
+        boxes: Tensor,
+        labels: Tensor,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        """Return M x M mask logits [B, K, M, M] float32 for boxes [B, K, 4] and labels [B, K].
+
+        `chosen` [B, K] bool marks the boxes from which batch norm computes its statistics in
+        training. None: all boxes.
+        """
         pooled = self._pool(features, boxes, self.config.mask_pool)
-        logits: Tensor = self.mask_predictor(self.mask_head(pooled), labels.flatten())
+        hidden = apply_head(self.mask_head, pooled, chosen)
+        logits: Tensor = self.mask_predictor(hidden, labels.flatten())
         return logits.float().view(*labels.shape, *logits.shape[1:])
 
     def sample(self, proposals: Proposals, targets: Targets, seeds: Tensor) -> TrainingRois:
@@ -238,7 +269,7 @@ class RoiHeads(nn.Module):
         self, features: Sequence[Tensor], rois: TrainingRois, targets: Targets
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return classification, box and mask loss of sampled RoIs: three sums over the batch."""
-        logits, deltas = self._predict_boxes(features, rois.boxes)
+        logits, deltas = self._predict_boxes(features, rois.boxes, rois.chosen)
         chosen = rois.chosen.float()
         classification = F.cross_entropy(
             logits.flatten(0, 1), rois.labels.flatten(), reduction="none"
@@ -257,7 +288,7 @@ class RoiHeads(nn.Module):
         # Positive RoIs come first, so the first `limit` RoIs include all of them.
         limit = int(sampling.batch_size_per_image * sampling.positive_fraction)
         boxes, labels, matched, positive = (x[:, :limit] for x in rois[:4])
-        logits = self.predict_masks(features, boxes, labels)
+        logits = self.predict_masks(features, boxes, labels, positive)
         if self.config.mask_crop_size is not None:
             owners = take_rows(targets.boxes, matched)
             boxes = boxes_within_crops(boxes, owners, self.config.mask_crop_size)
@@ -277,9 +308,13 @@ def _padded_rows(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(rows.shape[0], missing, *rows.shape[2:])], dim=1)
 
 
+def _norm_layer(config: RoiConfig) -> Callable[[int], nn.Module] | None:
+    return RoiBatchNorm2d if config.head_norm == "bn" else norm_layer(config.head_norm)
+
+
 def _box_head(config: RoiConfig, channels: int) -> nn.Module:
     side, dim, convs = config.box_pool, config.box_head_dim, config.box_head_convs
-    norm = norm_layer(config.head_norm)
+    norm = _norm_layer(config)
     head: nn.Module = (
         FastRCNNConvFCHead((channels, side, side), [channels] * convs, [dim], norm)
         if convs

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from .manifest import Artifact, CompileTarget, Precision, verified_path
 from .program import (
+    INDUCTOR_OPTIONS,
     Program,
     check_images,
     ignore_torch_warnings,
@@ -141,7 +142,7 @@ def _compiled(
         program: exported program on the device to compile for.
         weights: output of `_weights` for the program.
         images: example batch [B, 3, H, W] on this device.
-        any_batch: True: compile for all batch sizes above 1. False: only for that of `images`.
+        any_batch: whether to compile for all batch sizes above 1, instead of only for B.
     """
     # Use a new shape environment (torch's record of symbolic sizes). With the environment of the
     # loaded program, torch confuses expressions of sizes with symbols.
@@ -151,7 +152,7 @@ def _compiled(
     batch = mode.from_tensor(images, symbolic_context=sides, source=ConstantSource("images"))
     sizes = batch.new_empty((batch.shape[0], 2), dtype=torch.int64)
     fixed = (mode.from_tensor(weight, static_shapes=True) for weight in weights)
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(mode)), config.patch(INDUCTOR_OPTIONS):
         code = standalone_compile(
             program.graph_module,
             [*fixed, batch, sizes],

@@ -34,6 +34,8 @@ ARTIFACT_SUFFIXES: Mapping[ArtifactKind, str] = {
     "tensorrt": ".plan",
     "tensorrt-rtx": ".rtx",
 }
+# Suffix of torch programs that are compiled for one machine.
+COMPILED_SUFFIX = ".compiled"
 # Precisions for which the value ranges of a model are measured on calibration images.
 QUANTIZED_PRECISIONS: tuple[Precision, ...] = ("int8", "fp8")
 # Precisions that the runtime of each artifact kind does not support. Bundles have no artifacts of
@@ -54,9 +56,9 @@ class _Record(BaseModel):
 
 
 class Category(_Record):
-    """Object class: its id in the training data set and its name."""
+    """Object class: its id (int64) in the training data set and its name."""
 
-    id: int
+    id: int = Field(ge=-(2**63), lt=2**63)
     name: str
 
 
@@ -79,7 +81,7 @@ class Preprocessing(_Record):
     channel_order: Literal["RGB"] = "RGB"
 
     def fits(self, bucket: ShapeBucket) -> bool:
-        """Whether resized images of at least one aspect ratio fit in a bucket (input size)."""
+        """Whether a bucket (input size) is large enough for resized images of some aspect ratio."""
         return min(bucket) >= self.min_size or max(bucket) >= self.max_size
 
 
@@ -250,6 +252,10 @@ class Manifest(_Record):
         chosen = tuple(a for a in self.artifacts if (a.precision, a.kind) == (precision, kind))
         if chosen:
             return chosen
+        if precision not in get_args(Precision):
+            raise BundleError(
+                f"there is no precision {precision!r}; the bundle has {', '.join(self.precisions)}"
+            )
         if precision in MISSING_PRECISIONS.get(kind, ()):
             runtime = "ONNX Runtime" if kind == "onnx" else "the torch backend"
             raise BundleError(
@@ -311,8 +317,8 @@ def verified_path(bundle: Path, file: Artifact | CompiledProgram) -> Path:
     """Return the path of a file in a bundle (exported model) after checking its SHA-256.
 
     Raises:
-        BundleError: the file is missing, its SHA-256 differs from the manifest's, or its path is
-            not UTF-8.
+        BundleError: the file is missing or unreadable, its SHA-256 differs from the manifest's, or
+            its path is not UTF-8.
     """
     path = bundle / file.path
     try:
@@ -323,7 +329,13 @@ def verified_path(bundle: Path, file: Artifact | CompiledProgram) -> Path:
         ) from None
     if not path.is_file():
         raise BundleError(f"{path} is missing from the bundle; export the bundle again")
-    if sha256_of(path) != file.sha256:
+    try:
+        digest = sha256_of(path)
+    except OSError as error:
+        raise BundleError(
+            f"{path} cannot be read ({error.strerror}); it must be a file that this user may read"
+        ) from None
+    if digest != file.sha256:
         raise BundleError(
             f"{path} is not the file that was exported (its SHA-256 differs from the manifest's); "
             "export the bundle again"

@@ -23,7 +23,7 @@ class LazyGroup(click.Group):
         return list(self._targets)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a subcommand. None: there is no subcommand of this name."""
+        """Import and return a subcommand. Return None if no subcommand has this name."""
         if cmd_name not in self._targets:
             return None
         module, _, attribute = self._targets[cmd_name].partition(":")

@@ -1,9 +1,13 @@
 """Types of command-line options."""
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import click
+
+from ..atomic_files import check_creatable
 
 
 class FiniteRange(click.FloatRange):
@@ -18,3 +22,20 @@ class FiniteRange(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+class _OutputPath(click.Path):
+    """Path that a command writes: like `click.Path`, but rejects paths that cannot be created."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Return the path. Raise a usage error unless it can be created or replaced."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        try:
+            check_creatable(path)
+        except OSError as error:
+            self.fail(f"{path}: {error.strerror}; choose another path", param, ctx)
+        return path
+
+
+OUTPUT_FILE = _OutputPath(dir_okay=False)
+OUTPUT_FOLDER = _OutputPath(file_okay=False)

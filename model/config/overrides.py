@@ -20,7 +20,10 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
     Raises:
         OverrideError: an override is not of the form `key.path=value`, its value is not valid YAML,
             or it sets a key such as `a.b` although `a` is a value, not a section (group of keys).
+            Or `overrides` is a single string.
     """
+    if isinstance(overrides, str):
+        raise OverrideError(f"the overrides are the string {overrides!r}; give a list of strings")
     result = dict(values)
     for override in overrides:
         key, equals, text = override.partition("=")

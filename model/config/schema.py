@@ -1,8 +1,16 @@
 """Model configuration. The defaults describe Mask R-CNN with ResNet-50 and a feature pyramid."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from ..masks import MaskPaste
 
@@ -12,17 +20,46 @@ PYRAMID_STRIDES = (4, 8, 16, 32, 64)
 # Maximum number of boxes in one NMS on a GPU. This is a copy of `MAX_BOXES` in `plugins/nms_keep`,
 # because importing that package imports torch.
 _MAX_NMS_BOXES = 16384
+# Maximum number of channels, or width of a fully connected layer. A layer with a typing error in
+# this number would need more memory than any machine has.
+_MAX_WIDTH = 65536
 
 _Positive = Annotated[float, Field(gt=0)]
 
 
 class FrozenConfig(BaseModel):
-    """Immutable pydantic model that rejects unknown keys. Base class of configuration classes."""
+    """Immutable pydantic model. It rejects unknown keys, NaN and infinity."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
-class BackboneConfig(FrozenConfig):
+class YamlConfig(FrozenConfig):
+    """Immutable pydantic model of values from YAML. It rejects booleans in place of numbers."""
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _check_booleans(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        result = validate(value)
+        if _took_boolean(value, result):
+            raise PydanticCustomError("number_type", "a boolean is not a number")
+        return result
+
+
+def _took_boolean(value: Any, validated: Any) -> bool:
+    """Return whether pydantic took a boolean in `value` for a number.
+
+    YAML also writes booleans as yes and no.
+    """
+    if isinstance(value, dict) and isinstance(validated, dict):
+        return any(_took_boolean(item, validated.get(key, item)) for key, item in value.items())
+    if isinstance(value, list) and isinstance(validated, tuple | list):
+        return any(map(_took_boolean, value, validated))
+    return isinstance(value, bool) and not isinstance(validated, bool)
+
+
+class BackboneConfig(YamlConfig):
     """ResNet, and the feature maps that the region proposal network and the heads use."""
 
     name: Literal["resnet10", "resnet18", "resnet50", "resnet101"] = "resnet50"
@@ -39,13 +76,13 @@ class BackboneConfig(FrozenConfig):
     False: in the 3x3 convolution."""
     frozen_stages: int = Field(2, ge=0, le=5)
     """Number of ResNet stages that are not trained. 1: only the stem; 5: all stages up to res5."""
-    fpn_channels: int = Field(256, ge=32, multiple_of=32)
+    fpn_channels: int = Field(256, ge=32, le=_MAX_WIDTH, multiple_of=32)
     """Channels of every pyramid level."""
     fpn_norm: Literal["none", "bn", "gn"] = "none"
     """Normalisation after the pyramid's convolutions."""
 
 
-class AnchorConfig(FrozenConfig):
+class AnchorConfig(YamlConfig):
     """Anchor boxes, at strides 4 to 64 of a pyramid or at stride 16 of a single map."""
 
     sizes: tuple[_Positive, ...] = Field((32, 64, 128, 256, 512), min_length=1)
@@ -59,7 +96,7 @@ class AnchorConfig(FrozenConfig):
     On a single map, `detectron2` orders anchors by size first, the other rules by aspect ratio."""
 
 
-class SamplingConfig(FrozenConfig):
+class SamplingConfig(YamlConfig):
     """Matching of candidates (anchors or RoIs) to ground truth, and sampling for the losses."""
 
     foreground_iou: float = Field(ge=0, le=1)
@@ -96,7 +133,7 @@ class RoiSamplingConfig(SamplingConfig):
     positive_fraction: float = Field(0.25, gt=0, le=1)
 
 
-class RpnConfig(FrozenConfig):
+class RpnConfig(YamlConfig):
     """Settings of the region proposal network."""
 
     sampling: RpnSamplingConfig = RpnSamplingConfig()
@@ -118,7 +155,7 @@ class RpnConfig(FrozenConfig):
     """Error at which the smooth L1 box loss changes from quadratic to linear; 0 is plain L1."""
 
 
-class RoiConfig(FrozenConfig):
+class RoiConfig(YamlConfig):
     """Settings of the box and mask heads."""
 
     sampling: RoiSamplingConfig = RoiSamplingConfig()
@@ -127,12 +164,12 @@ class RoiConfig(FrozenConfig):
     box_head_convs: int = Field(0, ge=0)
     """Number of 3x3 convolutions of the box head. One fully connected layer follows them.
     0: the box head consists of two fully connected layers."""
-    box_head_dim: int = Field(1024, ge=1)
+    box_head_dim: int = Field(1024, ge=1, le=_MAX_WIDTH)
     """Width of the box head's fully connected layers."""
     mask_pool: int = Field(14, ge=1)
     """RoIAlign pools this number of cells per side for the mask head. Predicted masks have twice as
     many samples per side; with `c4`, they have as many, rounded up to an even number."""
-    mask_head_dim: int = Field(256, ge=1)
+    mask_head_dim: int = Field(256, ge=1, le=_MAX_WIDTH)
     """Channels of the mask head."""
     mask_head_depth: int = Field(4, ge=1)
     """Number of 3x3 convolutions of the mask head."""
@@ -163,7 +200,7 @@ class RoiConfig(FrozenConfig):
     """Maximum number of detections per image."""
 
 
-class ModelConfig(FrozenConfig):
+class ModelConfig(YamlConfig):
     """Settings of a Mask R-CNN."""
 
     num_classes: int = Field(80, ge=1)

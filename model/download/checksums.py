@@ -22,7 +22,7 @@ class Checksum:
         return f"{'MD5' if self.algorithm == 'md5' else 'SHA-256'} {self.digest}"
 
     def of(self, path: Path, step: str, on_progress: ByteProgress) -> "Checksum":
-        """Return the hash of a file, with as many digits as this checksum has.
+        """Return the checksum of a file, cut to the number of digits of this one for comparison.
 
         Args:
             path: Path of an existing file.

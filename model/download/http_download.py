@@ -12,6 +12,7 @@ from tenacity import (
     RetryCallState,
     Retrying,
     retry_if_exception_type,
+    retry_if_not_exception_type,
     stop_after_attempt,
     wait_exponential,
 )
@@ -19,6 +20,7 @@ from tenacity import (
 from .checksums import Checksum
 from .local_files import DownloadError, PartialFile, RemoteVersion, check_free_space, exclusive_lock
 from .progress import ByteProgress, no_progress
+from .urls import without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class Remedies:
     """Advice to the user in the error messages of a download."""
 
     # Remedy if the server does not respond or lacks the file, as in `use a mirror (--mirror)`.
-    unreachable: str
+    other_source: str
     # Remedy if the user trusts a file whose checksum is not the expected one, as in `pass its
     # checksum with --checksums`.
     trust: str
@@ -98,7 +100,7 @@ def download_file(
     """
 
     def mismatch(file: Path) -> str | None:
-        """Describe a wrong checksum of a file. None: it is correct, or `checksum` is None."""
+        """Describe a file's wrong checksum. Return None if it is right or if `checksum` is None."""
         if checksum is None:
             return None
         actual = checksum.of(file, f"checking {path.name}", on_progress)
@@ -114,12 +116,14 @@ def download_file(
                 )
             return
         partial = PartialFile(path)
-        _Download(url, partial, size, policy, remedies, on_progress).run()
+        download = _Download(url, partial, size, policy, remedies, on_progress)
+        download.run()
         if actual := mismatch(partial.path):
             partial.remove()
             raise DownloadError(
-                f"{url} is not the published file: {actual}; the downloaded copy was deleted. Try "
-                f"again, or {remedies.unreachable}; to trust this file, {remedies.trust}"
+                f"{download.name} is not the published file: {actual}; the downloaded copy was "
+                f"deleted. Try again, or {remedies.other_source}; to trust this file, "
+                f"{remedies.trust}"
             )
         partial.publish(path)
 
@@ -135,6 +139,11 @@ class _Download:
     remedies: Remedies
     on_progress: ByteProgress
 
+    @property
+    def name(self) -> str:
+        """URL without user name and password, for messages."""
+        return without_credentials(self.url)
+
     def run(self) -> None:
         """Download the missing bytes, with retries, until the file is complete.
 
@@ -142,7 +151,8 @@ class _Download:
             DownloadError: no retries are left, or the error is permanent, such as a full disk.
         """
         retrying = Retrying(
-            retry=retry_if_exception_type(_TRANSIENT),
+            retry=retry_if_exception_type(_TRANSIENT)
+            & retry_if_not_exception_type(httpx.UnsupportedProtocol),
             stop=stop_after_attempt(1 + self.policy.retries),
             wait=wait_exponential(self.policy.pause, max=_MAX_PAUSE),
             before_sleep=self._log_retry,
@@ -152,9 +162,14 @@ class _Download:
             with self._client() as client:
                 while not retrying(self._advance, client):
                     time.sleep(self.policy.pause)
+        except httpx.UnsupportedProtocol as error:  # the URL, or one redirected to, has no host
+            raise DownloadError(
+                f"{self.name}: {_reason(error).rstrip('.')}; correct the URL, or "
+                f"{self.remedies.other_source}"
+            ) from error
         # UnicodeError: the name of the host has an empty or too long label, as in `a..b`.
         except (*_TRANSIENT, httpx.TooManyRedirects, httpx.InvalidURL, UnicodeError) as error:
-            raise DownloadError(f"{self.url}: {_reason(error)}; {self._remedy()}") from error
+            raise DownloadError(f"{self.name}: {_reason(error)}; {self._remedy()}") from error
         except OSError as error:
             raise DownloadError(
                 f"cannot write {self.partial.path}: {error.strerror}; {self._remedy()}"
@@ -172,7 +187,7 @@ class _Download:
             return httpx.Client(follow_redirects=True, timeout=self.policy.timeout)
         except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
             raise DownloadError(
-                f"cannot request {self.url}: {str(error).rstrip('.')}; correct the environment "
+                f"cannot request {self.name}: {str(error).rstrip('.')}; correct the environment "
                 "variable HTTP_PROXY, HTTPS_PROXY, ALL_PROXY or SSL_CERT_FILE"
             ) from error
 
@@ -181,12 +196,12 @@ class _Download:
         assert state.next_action is not None
         error, pause = state.outcome.exception(), state.next_action.sleep
         assert error is not None
-        logger.warning("%s: %s; trying again in %.0f s", self.url, _reason(error), pause)
+        logger.warning("%s: %s; trying again in %.0f s", self.name, _reason(error), pause)
 
     def _remedy(self) -> str:
         size = self.partial.size
         if not size:
-            return f"no data were received; try again, or {self.remedies.unreachable}"
+            return f"no data were received; try again, or {self.remedies.other_source}"
         return f"{size} bytes are kept; run the same command again to resume"
 
     def _advance(self, client: httpx.Client) -> bool:
@@ -243,8 +258,8 @@ class _Download:
             raise _AttemptError(f"the server answered {status}")
         if response.status_code not in (httpx.codes.OK, httpx.codes.PARTIAL_CONTENT):
             raise DownloadError(
-                f"{self.url}: the server answered {status}; check the address, or "
-                f"{self.remedies.unreachable}"
+                f"{self.name}: the server answered {status}; check the address, or "
+                f"{self.remedies.other_source}"
             )
 
     def _restart(self, start: int, version: RemoteVersion, sent: RemoteVersion) -> None:
@@ -262,13 +277,13 @@ class _Download:
         """
         if self.size is not None and sent.total not in (None, self.size):
             raise DownloadError(
-                f"{self.url} sends {sent.total} bytes, but the published file has {self.size} "
-                f"bytes; {self.remedies.unreachable}, or, to trust this file, {self.remedies.trust}"
+                f"{self.name} sends {sent.total} bytes, but the published file has {self.size} "
+                f"bytes; {self.remedies.other_source}; to trust this file, {self.remedies.trust}"
             )
         if start:
             same = version != RemoteVersion() and version.agrees_with(sent)
             reason = "cannot resume downloads" if same else "now has another version of the file"
-            logger.warning("%s: restarting the download, because the server %s", self.url, reason)
+            logger.warning("%s: restarting the download, because the server %s", self.name, reason)
         self.partial.restart(sent)
 
 

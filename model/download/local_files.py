@@ -83,7 +83,7 @@ class RemoteVersion(FrozenConfig):
 
     @property
     def validator(self) -> str | None:
-        """Value for the header If-Range. None: neither `etag` nor `last_modified` is known."""
+        """Value for the header If-Range, or None if neither `etag` nor `last_modified` is known."""
         return self.etag or self.last_modified
 
     def agrees_with(self, other: "RemoteVersion") -> bool:

@@ -34,13 +34,13 @@ def bundle_from_reference(
 ) -> Path:
     """Return the path of a model's bundle. If necessary, download the model and export it first.
 
-    A bundle is a folder with an exported model. If `reference` is the path of a folder, or a path
-    that does not exist, the path is returned unchanged.
+    A bundle is a folder with an exported model. Exported bundles are cached.
 
     Args:
-        reference: Folder of a bundle, path or http(s) URL of a checkpoint or of weights of another
-            implementation, or name of a published model, which begins with `torchvision:` or
-            `detectron2:`.
+        reference: The model, in one of these forms:
+            - path of a folder (a bundle), or a path that does not exist: returned unchanged
+            - path or http(s) URL of a checkpoint, or of another implementation's weights
+            - name of a published model, which begins with `torchvision:` or `detectron2:`
         precisions: Precisions to export, unless `reference` is a bundle.
         engines: TensorRT engines to build beside the ONNX files, as values of the option
             `--engine` of `maskrcnn export`.

@@ -49,7 +49,7 @@ def _block_rules(stage: int) -> Rules:
 def _conv_rules(theirs: str, ours: str) -> Rules:
     """Return the renaming rules for a convolution and its optional normalisation.
 
-    `theirs` is the regular expression of Caffe2's blob name, `ours` this model's module name.
+    `theirs` is a regular expression for Caffe2's blob name, `ours` is this model's module name.
     """
     return (*_rules(theirs, f"{ours}.0"), *_norm_rules(theirs, f"{ours}.1"))
 
@@ -117,7 +117,8 @@ def _with_statistics(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) ->
 def legacy_conventions(structure: Settings, state: Mapping[str, Tensor]) -> Settings:
     """Return the settings to assume for weights of Caffe2's Detectron and of maskrcnn-benchmark.
 
-    The files do not store these settings. The values are the defaults of both programs.
+    The files do not store these settings. The values are the defaults of both programs for the
+    architecture in `structure`.
 
     Args:
         structure: settings that were inferred from the tensors, such as the normalisation.

@@ -7,6 +7,7 @@ import click
 from rich.table import Table
 
 from ...plugins.runtime.console import table_console
+from ..config.option_types import OUTPUT_FILE
 from ..config.reference import text_from_value
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def weights() -> None:
 @click.argument("file")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False),
+    "-o", "--output", required=True, type=OUTPUT_FILE,
     help="Checkpoint to write.",
 )  # fmt: skip
 @click.option(

@@ -17,7 +17,7 @@ from ..bundle.spec import BUCKET_STEP, ResizeRule, ShapeBucket
 from ..checkpoint import Checkpoint
 from ..config.error_messages import validation_message
 from ..config.overrides import OverrideError, with_overrides, with_value
-from ..config.schema import FrozenConfig, ModelConfig
+from ..config.schema import ModelConfig, YamlConfig
 from ..mask_rcnn import MaskRCNN
 from .files import WeightsError
 from .layouts import reverse_channels
@@ -40,7 +40,7 @@ _COUNTER = "num_batches_tracked"
 _COCO_NAMES: tuple[str, ...] = tuple(MaskRCNN_ResNet50_FPN_Weights.COCO_V1.meta["categories"])
 
 
-class InputConfig(FrozenConfig):
+class InputConfig(YamlConfig):
     """Settings for the resizing of input images."""
 
     min_size: int = Field(800, ge=32)
@@ -237,7 +237,7 @@ def read_categories(path: Path, num_classes: int) -> tuple[Category, ...]:
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise WeightsError(
-            f"{path} has no `categories` with id and name; give a COCO annotation file"
+            f"{path} has no `categories` with an id (int64) and a name; give a COCO annotation file"
         ) from None
     if len(categories) != num_classes:
         raise WeightsError(

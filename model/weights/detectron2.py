@@ -35,7 +35,7 @@ def _stage_rules(theirs: str, ours: str) -> Rules:
 def _conv_rules(theirs: str, ours: str) -> Rules:
     """Return the renaming rules for a convolution and its optional normalisation.
 
-    `theirs` is the regular expression of detectron2's module name, `ours` this model's module
+    `theirs` is a regular expression for detectron2's module name, `ours` is this model's module
     name.
     """
     return (

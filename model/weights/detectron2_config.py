@@ -134,7 +134,8 @@ def _config_from(path: Path, values: Mapping[str, Any]) -> Detectron2Config:
 def _values_in(path: Path, heirs: Sequence[Path] = ()) -> dict[str, Any]:
     """Return a file's values by dotted key, including those inherited through its key `_BASE_`.
 
-    `heirs` are the resolved paths of the files that inherit from this one.
+    `heirs` are the resolved paths of the files that inherit from this one. If `path` is one of
+    them, raise WeightsError, because the file inherits from itself.
     """
     if path.resolve() in heirs:
         raise WeightsError(

@@ -17,6 +17,7 @@ from ...plugins.runtime.user_cache import cache_folder
 from ..download.checksums import Checksum, read_checksums
 from ..download.local_files import DownloadError
 from ..download.progress import ByteProgress, no_progress
+from ..download.urls import without_credentials
 from .zoo import HOSTS, is_zoo_name, zoo_model
 
 # Name of detectron2's configuration file, which its training writes beside the weights.
@@ -38,7 +39,7 @@ def is_url(reference: str | Path) -> bool:
 
 
 def base_config(path: Path, content: object) -> Path | None:
-    """Return the file that a configuration of detectron2 inherits from. None: it does not inherit.
+    """Return the file from which a configuration of detectron2 inherits, or None without one.
 
     Args:
         path: The configuration file.
@@ -73,7 +74,8 @@ def weights_path(reference: str | Path) -> Path:
             name = PurePosixPath(urlsplit(url).path).name
         except ValueError as error:
             raise DownloadError(
-                f"{url} is not a valid URL ({error}); correct it, as in https://HOST/model.pth"
+                f"{without_credentials(url)} is not a valid URL ({error}); correct it, as in "
+                "https://HOST/model.pth"
             ) from None
         # The name may contain the first digits of the SHA-256, as in `resnet50-0676ba61.pth`.
         # Eight digits are not a checksum if they are a date, as in `model-20260131.pth`.
@@ -120,15 +122,15 @@ def _download(url: str, path: Path, checksum: Checksum | None) -> None:
 
     address = _mirrored(url)
     remedies = Remedies(
-        unreachable=f"download {url} yourself and save it as {path}, or set {MIRROR_VARIABLE} to "
-        "the URL of a mirror",
+        other_source=f"download {without_credentials(url)} yourself and save it as {path}, or set "
+        f"{MIRROR_VARIABLE} to the URL of a mirror",
         trust=f"list its checksum in a file in the format of sha256sum, and set "
         f"{CHECKSUMS_VARIABLE} to the path of that file",
     )
     exists = path.exists()
     if not exists:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _print(f"downloading {address} to {path}")
+        _print(f"downloading {without_credentials(address)} to {path}")
     with nullcontext(no_progress) if exists else _bars() as show:
         download_file(
             address,

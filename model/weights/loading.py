@@ -16,7 +16,7 @@ from .conversion import check_shapes
 from .files import WeightsError
 from .layouts import CLASS_ROWS
 from .origins import Weights, abbreviated
-from .references import checkpoint_from_reference, read_reference
+from .references import check_finite, checkpoint_from_reference, read_reference
 
 # Settings of `ModelConfig` that must have the same values as in the training of the weights.
 _MEANING_SETTINGS = (
@@ -84,8 +84,8 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
         Report of the tensors that were loaded, kept and ignored.
 
     Raises:
-        CheckpointError: the file cannot be read or is incomplete, or its weights need another model
-            configuration.
+        CheckpointError: the file cannot be read or is incomplete, its weights need another model
+            configuration, or a weight is NaN or infinite.
         ZooError: no published model has this name, or this program does not support the model.
         DownloadError: the download failed, or the file has another checksum.
     """
@@ -109,6 +109,7 @@ def load_weights(model: MaskRCNN, source: str | Path) -> LoadReport:
         check_shapes(fitting, expected)
     except WeightsError as error:
         raise WeightsError(f"weights: {source}: {error}") from None
+    check_finite(source, fitting)
     model.load_state_dict(fitting, strict=False)
     parts = (
         n.rpartition(".")[0] if _module_of(n) in loaded_modules else _module_of(n) for n in absent
@@ -162,8 +163,8 @@ def build_model(
 def _check_conventions(source: str | Path, weights: Weights, config: ModelConfig) -> None:
     """Check that a configuration agrees with the one that the weights were trained with.
 
-    Only settings in `_MEANING_SETTINGS` are compared, such as the pixel mean. `source` is the
-    reference of the weights, for the error message.
+    Only settings that change the meaning of the weights are compared, such as the pixel mean
+    (`_MEANING_SETTINGS`). `source` is the reference of the weights, for the error message.
 
     Raises:
         WeightsError: settings differ; the message lists the settings to use.
@@ -195,7 +196,10 @@ def _is_equivalent(key: str, value: Any, other: Any) -> bool:
 
 
 def _has_merged_norms(weights: Weights) -> bool:
-    """Whether batch norms only scale and shift: they have mean 0, variance 1 and epsilon 0."""
+    """Whether the statistics of batch norms are merged into scale and shift.
+
+    Then all batch norms have mean 0, variance 1 and epsilon 0.
+    """
     values = {"running_mean": 0, "running_var": 1}
     statistics = [(n, t) for n, t in weights.tensors.items() if n.endswith(tuple(values))]
     return (

@@ -23,7 +23,7 @@ MAX_HEAD_CONVS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsOrigin:
-    """Implementation whose weights files can be read, with the rules to convert them."""
+    """Framework whose weights files can be read, with the rules to convert them."""
 
     name: str
     # Regular expression of a tensor name. Every file of this origin has such a tensor. Files of
@@ -57,7 +57,7 @@ class Weights:
 
     @property
     def settings(self) -> Settings:
-        """Settings of the model and its input. Inferred or stated ones override assumed ones."""
+        """Settings of the model and its input. Those in `structure` override those in `assumed`."""
         return self.assumed | self.structure
 
     @property
@@ -103,9 +103,9 @@ def rename_tensors(
             tensors[ours] = tensor
     if unknown:
         raise WeightsError(
-            f"this program's model has no counterpart for the {origin.name} tensors "
-            f"{abbreviated(unknown)}, and its results would differ from those of {origin.name}; "
-            "only Mask R-CNN on ResNet with FPN, C4 or C5 is supported"
+            f"the {origin.name} tensors {abbreviated(unknown)} have no counterpart in this "
+            f"program's model, so its results would differ from those of {origin.name}; only Mask "
+            "R-CNN on ResNet with FPN, C4 or C5 is supported"
         )
     return tensors, tuple(ignored)
 

@@ -242,9 +242,9 @@ def _norm(module: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _count(pattern: str, tensors: Mapping[str, Tensor]) -> int:
-    """Return one more than the largest index that a regular expression captures in tensor names.
+    """Return the number of layers whose indices a regular expression captures in tensor names.
 
-    Return 0 if the expression matches no name.
+    This is the largest captured index plus 1, or 0 if the expression matches no name.
     """
     matches = (re.fullmatch(pattern, name) for name in tensors)
     return 1 + max((int(match[1]) for match in matches if match), default=-1)

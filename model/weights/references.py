@@ -1,15 +1,17 @@
 """Reading of weights and checkpoints that are given by path, URL or name of a published model."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..bundle.manifest import MANIFEST_NAME
 from ..checkpoint import Checkpoint, load_checkpoint
 from ..config.reference import text_from_value
+from ..download.urls import without_credentials
 from ..mask_rcnn import MaskRCNN
 from . import detectron2, torchvision
 from .conversion import WeightsConversion, checkpoint_from_weights
@@ -85,21 +87,20 @@ def convert_reference(
         DownloadError: the download failed, or the file has another checksum.
     """
     weights = read_reference(reference, config)
+    name = without_credentials(reference)
     if weights.origin == OWN:
-        raise WeightsError(
-            f"{reference} is already a checkpoint of this program; no conversion needed"
-        )
+        raise WeightsError(f"{name} is already a checkpoint of this program; no conversion needed")
     try:
         conversion = checkpoint_from_weights(
             weights, overrides, categories, other_channel_order=other_channel_order
         )
     except WeightsError as error:
-        raise WeightsError(f"{reference}: {error}") from None
-    _check_finite(reference, conversion.checkpoint)
+        raise WeightsError(f"{name}: {error}") from None
+    check_finite(name, conversion.checkpoint.weights)
     model = _zoo_model_of(reference)
     if model is None:
         given = {override.partition("=")[0] for override in overrides}
-        _warn_of_assumptions(reference, weights, conversion, given)
+        _warn_of_assumptions(name, weights, conversion, given)
         return conversion
     checkpoint = conversion.checkpoint
     classes = None if categories else model.categories
@@ -108,7 +109,7 @@ def convert_reference(
 
 
 def _warn_of_assumptions(
-    reference: str | Path, weights: Weights, conversion: WeightsConversion, given: set[str]
+    name: str, weights: Weights, conversion: WeightsConversion, given: set[str]
 ) -> None:
     assumed = {key: value for key, value in conversion.assumed.items() if key not in given}
     classes = weights.structure["num_classes"]
@@ -120,13 +121,13 @@ def _warn_of_assumptions(
             "norms; assumed backbone.norm_eps=%g. This epsilon fits a training that started from a "
             "pretrained backbone. If the model was fine-tuned from torchvision's COCO_V1 weights, "
             "set backbone.norm_eps=0",
-            reference, classes, eps,
+            name, classes, eps,
         )  # fmt: skip
     if weights.origin == detectron2.ORIGIN.name and "preprocessing.min_size" in assumed:
         logger.warning(
             "%s does not hold the model's settings; assumed %s. Give the model's %s (with "
             "--config, or in the folder of the weights), or set differing values with KEY=VALUE",
-            reference,
+            name,
             ", ".join(f"{key}={text_from_value(value)}" for key, value in assumed.items()),
             CONFIG_NAME,
         )
@@ -146,35 +147,45 @@ def checkpoint_from_reference(reference: str | Path) -> Checkpoint:
     path = local_path(reference)
     if path.is_file() and is_checkpoint(read_file(path)):
         checkpoint = load_checkpoint(path)
-        _check_names_and_shapes(reference, checkpoint)
-        _check_finite(reference, checkpoint)
+        name = without_credentials(reference)
+        _check_names_and_shapes(name, checkpoint)
+        check_finite(name, checkpoint.weights)
         return checkpoint
     return convert_reference(reference).checkpoint
 
 
-def _check_names_and_shapes(reference: str | Path, checkpoint: Checkpoint) -> None:
+def _check_names_and_shapes(name: str, checkpoint: Checkpoint) -> None:
     with torch.device("meta"):  # allocates no memory
         expected = MaskRCNN(checkpoint.model_config).state_dict()
     needed, actual = (
-        {name: getattr(tensor, "shape", None) for name, tensor in tensors.items()}
+        {key: tensor.shape for key, tensor in tensors.items()}
         for tensors in (expected, checkpoint.weights)
     )
-    wrong = sorted({name for name, _ in needed.items() ^ actual.items()})
+    wrong = sorted({key for key, _ in needed.items() ^ actual.items()})
     if wrong:
         raise WeightsError(
-            f"the tensors in {reference} do not fit the configuration in the same file (missing, "
+            f"the tensors in {name} do not fit the configuration in the same file (missing, "
             f"superfluous or of another shape: {abbreviated(wrong)}); give a .pth file that "
             "training wrote"
         )
 
 
-def _check_finite(reference: str | Path, checkpoint: Checkpoint) -> None:
-    # With NaN or infinite weights, a model detects nothing, or its operations fail.
-    for name, tensor in checkpoint.weights.items():
+def check_finite(source: str | Path, tensors: Mapping[str, Tensor]) -> None:
+    """Check that no weight is NaN or infinite. With such weights, a model detects nothing.
+
+    Args:
+        source: file, URL or name of the weights, for the error message.
+        tensors: weights by name.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite.
+    """
+    for key, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise WeightsError(
-                f"{reference}: tensor {name} has NaN or infinite values, as after a training that "
-                "diverged; give an earlier checkpoint, or train again with a lower learning rate"
+                f"{without_credentials(source)}: tensor {key} has NaN or infinite values, as after "
+                "a training that diverged; give an earlier checkpoint, or train again with a lower "
+                "learning rate"
             )
 
 

@@ -8,7 +8,8 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops import FrozenBatchNorm2d
 
 from maskrcnn_trt.model.backbone import Backbone, build_resnet
-from maskrcnn_trt.model.config.schema import BackboneConfig
+from maskrcnn_trt.model.config.schema import BackboneConfig, ModelConfig
+from maskrcnn_trt.model.roi_heads import RoiHeads
 
 Name = Literal["resnet18", "resnet50", "resnet101"]
 NORMS = {"frozen_bn": FrozenBatchNorm2d, "bn": nn.BatchNorm2d, "gn": nn.GroupNorm}
@@ -113,6 +114,19 @@ def test_all_stages_can_be_frozen_later() -> None:
     assert not any(parameter.requires_grad for parameter in backbone.body.parameters())
     assert all(parameter.requires_grad for parameter in backbone.fpn.parameters())
     assert not any(module.training for module in backbone.body["layer4"].modules())
+
+
+@pytest.mark.parametrize("stages", [0, 5])
+def test_freezing_includes_the_stage_in_the_heads(stages: int) -> None:
+    """With C4 features, res5 is a part of the heads."""
+    backbone = {"name": "resnet10", "features": "c4", "norm": "bn", "frozen_stages": stages}
+    heads = RoiHeads(ModelConfig.model_validate({"backbone": backbone}), 256).train()
+    if not stages:
+        assert all(module.training for module in heads.shared_head.modules())
+        heads.freeze_shared_head()
+    assert heads.box_predictor.training
+    assert not any(module.training for module in heads.shared_head.modules())
+    assert not any(parameter.requires_grad for parameter in heads.shared_head.parameters())
 
 
 def test_training_pyramid_equals_the_interpolated_one() -> None:

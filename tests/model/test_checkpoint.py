@@ -49,13 +49,23 @@ def _fail(_: int) -> None:
 
 
 DAMAGED_FILES = {
+    "cut off at its beginning": lambda path: os.truncate(path, 10_000),
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "empty": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("not a checkpoint"),
     "weights alone": lambda path: torch.save({"conv.weight": torch.ones(1)}, path),
     "a tensor": lambda path: torch.save(torch.ones(1), path),
     "a missing key": lambda path: torch.save({"format": 2}, path),
+    "no weights": lambda path: _set(path, "model", 3),
+    "weights without tensors": lambda path: _set(path, "model", {"conv.weight": 3}),
+    "an iteration as text": lambda path: _set(path, "iteration", "x"),
+    "a configuration as list": lambda path: _set(path, "model_config", []),
+    "a training state as number": lambda path: _set(path, "training_state", 3),
 }
+
+
+def _set(path: Path, key: str, value: object) -> None:
+    torch.save(torch.load(path, weights_only=True) | {key: value}, path)
 
 
 @pytest.mark.parametrize("kind", DAMAGED_FILES)

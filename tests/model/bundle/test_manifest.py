@@ -45,6 +45,18 @@ def test_manifest_without_categories_is_rejected(write: Write) -> None:
         read_manifest(write(categories=[]))
 
 
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1])
+def test_category_ids_are_int64(write: Write, number: int) -> None:
+    with pytest.raises(BundleError, match=rf"categories\.0\.id: .*{2**63}"):
+        read_manifest(write(categories=[{"id": number, "name": "disc"}]))
+
+
+def test_an_unknown_precision_is_answered_with_those_of_the_bundle(bundle: Path) -> None:
+    unknown: Any = "half"
+    with pytest.raises(BundleError, match=r"no precision 'half'; the bundle has fp32"):
+        read_manifest(bundle).artifacts_for(unknown)
+
+
 def test_exported_model_names_are_valid(write: Write) -> None:
     for name in itertools.product(("resnet18", "resnet50", "resnet101"), ("fpn", "c4", "c5")):
         assert read_manifest(write(model_name="maskrcnn_{}_{}".format(*name)))

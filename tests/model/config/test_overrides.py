@@ -40,6 +40,11 @@ def test_invalid_overrides_are_rejected(override: str, problem: str) -> None:
     assert override.partition("=")[0] in str(caught.value)
 
 
+def test_a_single_string_is_not_a_list_of_overrides() -> None:
+    with pytest.raises(OverrideError, match=r"string 'num_classes=1'; give a list"):
+        with_overrides({}, "num_classes=1")
+
+
 def test_values_by_dotted_key() -> None:
     assert values_by_key(ModelConfig().model_dump())["roi.sampling.batch_size_per_image"] == 512
 

@@ -17,7 +17,7 @@ from maskrcnn_trt.model.download.local_files import DownloadError, exclusive_loc
 CONTENT = np.random.default_rng(0).bytes(50_000)
 OTHER = np.random.default_rng(1).bytes(50_000)
 POLICY = RetryPolicy(retries=2, pause=0.001, timeout=5)
-REMEDIES = Remedies(unreachable="use --base-url", trust="use --checksums")
+REMEDIES = Remedies(other_source="use --base-url", trust="use --checksums")
 
 
 def md5(content: bytes) -> Checksum:

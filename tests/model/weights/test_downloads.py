@@ -72,11 +72,19 @@ def test_failed_downloads_of_urls_leave_no_file(mirror: Site, path: Path) -> Non
 @pytest.mark.usefixtures("mirror")
 @pytest.mark.parametrize(
     ("url", "reason"),
-    [("http://[::1/x.pth", " is not a valid URL "), ("http://a..b/x.pth", ": encoding with")],
+    [
+        ("http://[::1/x.pth", " is not a valid URL "),
+        ("http://a..b/x.pth", ": encoding with"),
+        ("https:///x.pth", ": Request URL is missing"),
+    ],
 )
-def test_invalid_urls_are_named(url: str, reason: str) -> None:
-    with pytest.raises(DownloadError, match=re.escape(url + reason)):
-        weights_path(url)
+def test_invalid_urls_are_named(
+    url: str, reason: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DownloadError, match=re.escape(url + reason)) as caught:
+        weights_path(url.replace("//", "//me:secret@"))
+    assert "secret" not in f"{caught.value}{caplog.text}{capfd.readouterr().err}"
+    assert "trying again" not in caplog.text
 
 
 def test_a_date_in_a_url_is_not_a_checksum(mirror: Site) -> None:

@@ -188,6 +188,16 @@ def test_incomplete_files_are_rejected(whole: tuple[Path, State], tmp_path: Path
         load(config(**DETECTRON2), tmp_path / "cut.pth")
 
 
+def test_weights_that_are_not_finite_are_rejected(
+    whole: tuple[Path, State], tmp_path: Path
+) -> None:
+    content = torch.load(whole[0])["model"]
+    content["backbone.bottom_up.res3.1.conv2.weight"][0, 0, 0, 0] = torch.nan
+    torch.save(content, tmp_path / "nan.pth")
+    with pytest.raises(CheckpointError, match=r"nan\.pth: tensor .*layer2\.1\.conv2.* has NaN"):
+        load(config(**DETECTRON2), tmp_path / "nan.pth")
+
+
 def test_torchvision_weight_names_are_resolved(
     msra: tuple[Path, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,8 @@ def test_incomplete_checkpoints_name_the_missing_part(
             checkpoint_from_reference(path)
     name = "rpn.head.conv.0.0.bias"
     weights = {k: v for k, v in content["model"].items() if k != name}
-    for changed in (weights, weights | {name: torch.zeros(3)}, {**content["model"], "more": 1}):
+    zeros = torch.zeros(3)
+    for changed in (weights, weights | {name: zeros}, {**content["model"], "more": zeros}):
         torch.save(content | {"model": changed}, path)
         with pytest.raises(WeightsError, match=rf"part\.pth.*({name}|more)"):
             checkpoint_from_reference(path)
