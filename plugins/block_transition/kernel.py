@@ -10,12 +10,15 @@ _SHARED = 227 << 10
 
 
 def fits_shared_memory(channels: int, shortcut: int, outputs: int, reduced: int) -> bool:
-    """Return whether the shared memory that `block_transition` needs fits into the limit per block.
+    """Return whether a thread block has enough shared memory for `block_transition`.
 
-    The limit is that of compute capability 9.0. `channels` and `outputs` are the input and output
-    channels of a residual block's last convolution, `shortcut` the input channels of the shortcut's
-    convolution (0: the shortcut has no convolution), and `reduced` the output channels of the next
-    block's first convolution.
+    The limit is that of compute capability 9.0.
+
+    Args:
+        channels: input channels of a residual block's last convolution.
+        shortcut: input channels of the shortcut's convolution. 0: the shortcut has no convolution.
+        outputs: output channels of the last convolution.
+        reduced: output channels of the next block's first convolution.
     """
     return _shared_memory(channels, shortcut, outputs, reduced) <= _SHARED
 

@@ -30,8 +30,8 @@ def relu_class_logits_kernel(value_type: str, channels: int) -> Kernel:
 def relu_class_logits_backward_kernel(value_type: str, channels: int) -> Kernel:
     """Return the kernel of `relu_class_logits_backward` for features of `channels` channels.
 
-    `value_type` is the type of all tensors but the labels and the two outputs that are sums:
-    `float16`, `bfloat16` or `float`. The sums are float32.
+    `value_type` is the type of all tensors but the labels and the two outputs that are always
+    float32: `float16`, `bfloat16` or `float`.
     """
     return _kernel("relu_class_logits_backward", value_type, channels)
 
@@ -57,9 +57,13 @@ def relu_class_logits_backward_launch(instances: int, cells: int) -> Launch:
     """Return the grid, block and scalar arguments of `relu_class_logits_backward_kernel`.
 
     Inputs are the gradient of the logits [instances, cells], then features, offset, weight and
-    labels as in `class_logits_launch`. Outputs are the gradient of the features, and two float32
-    tensors [instances, channels]: the sum over the cells of the logits' gradient times the
-    activated features, and the sum over the cells of the features' gradient.
+    labels as in `class_logits_launch`. Outputs are, in this order:
+
+    - gradient of the features [instances, cells, channels];
+    - each instance's part of the weight's gradient, [instances, channels] float32: the sum over the
+      cells of the logit's gradient times relu(features + offset);
+    - each instance's part of the offset's gradient, [instances, channels] float32: the sum over the
+      cells of the features' gradient.
     """
     return Launch((instances, 1, 1), (_THREADS, 1, 1), (cells,))
 

@@ -189,9 +189,9 @@ def _value_type(features: Tensor) -> str:
 
 
 def _arguments(**tensors: Tensor) -> list[Tensor]:
-    """Check dtype and shape of arguments of `relu_class_logits`, which are given by name.
+    """Return arguments of `relu_class_logits`, contiguous and 16-byte aligned, in the given order.
 
-    Return the tensors in the given order, contiguous and 16-byte aligned.
+    The arguments are given by name. Raise ValueError if a dtype or shape is wrong.
     """
     features = tensors["features"]
     instances, _, channels = features.shape

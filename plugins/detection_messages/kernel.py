@@ -15,10 +15,10 @@ def detection_messages_launch(
 ) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `DETECTION_MESSAGES`.
 
-    Inputs are the fields of `DetectionBatch`, then those of `ClassTable`. Outputs are messages
-    [capacity] uint8, and start and length of each image's bytes, [images + 1, 2] int64. The second
-    output must be zero before the launch. The first entry of its last row receives the total length
-    of all images' bytes.
+    Inputs are the fields of `DetectionBatch`, then those of `ClassTable`. Outputs are a buffer of
+    messages, [capacity] uint8, and the start and length of each image's message in this buffer,
+    [images + 1, 2] int64. The second output must be zero before the launch. The first entry of its
+    last row receives the total length of all messages.
 
     Args:
         images: Number of images.

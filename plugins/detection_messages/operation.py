@@ -63,11 +63,11 @@ def detection_messages(
         capacity: Maximum number of bytes of all images together.
 
     Returns:
-        messages [capacity] uint8, undefined after the last image; and [B, 2] int64, start and
-        length of each image's bytes. If an image's bytes would end beyond the capacity, they are
-        undefined, but start and length are as with a sufficient capacity. If a selected detection
-        has no RLE characters in `batch.text`, or if its class is not in `classes`, the image's
-        length is -1, and its start undefined.
+        messages: [capacity] uint8, the bytes of all images. The bytes after the last image, and
+            those of an image that would end beyond the capacity, are undefined.
+        spans: [B, 2] int64, start and length of each image's bytes, even beyond the capacity. If a
+            selected detection has no RLE characters in `batch.text`, or if its class is not in
+            `classes`, the length is -1 and the start is undefined.
 
     Raises:
         ValueError: on a GPU, an argument has another dtype or shape than documented.

@@ -14,12 +14,12 @@ _VECTORS = {"float16": 8, "bfloat16": 8, "float": 4, "double": 2}
 
 
 def feature_patches_kernel(feature_type: str, levels: int, radius: int, channels: int) -> Kernel:
-    """Return the kernel of `maskrcnn::feature_patches`.
+    """Return the kernel of `maskrcnn::feature_patches`, which copies patches of feature maps.
 
     Args:
         feature_type: `float16`, `bfloat16`, `float` or `double`.
         levels: number of feature maps, 1 to `MAX_LEVELS`.
-        radius: patches have 2 * radius + 1 cells per axis.
+        radius: a patch is a square of 2 * radius + 1 cells per side.
         channels: channels of the feature maps.
     """
     return _kernel("feature_patches", feature_type, levels, radius, channels)
@@ -28,12 +28,12 @@ def feature_patches_kernel(feature_type: str, levels: int, radius: int, channels
 def feature_patches_backward_kernel(
     feature_type: str, levels: int, radius: int, channels: int
 ) -> Kernel:
-    """Return the kernel of the gradient of `maskrcnn::feature_patches`.
+    """Return the kernel that adds the gradients of patches to the gradients of feature maps.
 
     Args:
         feature_type: `float16`, `bfloat16`, `float` or `double`.
         levels: number of feature maps, 1 to `MAX_LEVELS`.
-        radius: patches have 2 * radius + 1 cells per axis.
+        radius: a patch is a square of 2 * radius + 1 cells per side.
         channels: channels of the feature maps.
     """
     return _kernel("feature_patches_backward", feature_type, levels, radius, channels)

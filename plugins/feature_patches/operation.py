@@ -135,11 +135,11 @@ feature_patches.register_autograd(_backward, setup_context=_setup_context)
 def _members(
     features: Sequence[Tensor], centres: Tensor, radius: int
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return, for each feature map, the indices of its patches and of their cells.
+    """Return three index tensors per feature map, which describe the patches centred in the map.
 
-    A tuple describes the N patches whose centre is in one map: the index of the image [N], the
-    index of the patch in the image [N], and the indices of the patch's cells [N, K, K]. The cells
-    of the map, padded by `radius` cells on each side, are numbered by image, row and column.
+    For the N patches of a map, the tensors are: index of the patch's image [N], index of the patch
+    in its image [N], and indices of the patch's cells [N, K, K]. Cells are numbered by image, row
+    and column of the map, after the map is padded by `radius` cells on each side.
     """
     members = []
     offsets = torch.arange(2 * radius + 1, device=centres.device)

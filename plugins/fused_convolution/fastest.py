@@ -59,10 +59,11 @@ def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) 
 
 
 class Choices:
-    """Indices of the fastest implementations of operations, kept in a JSON file.
+    """Record of the fastest implementation of each operation, kept in a JSON file.
 
-    An index refers to the argument `implementations` of `run_fastest`. Its name in the file
-    consists of the number of implementations and the argument `key` of `run_fastest`.
+    The file maps the name of an operation to the index of its fastest implementation in the
+    argument `implementations` of `run_fastest`. The name consists of the number of implementations
+    and the argument `key` of `run_fastest`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,9 +78,9 @@ class Choices:
         return self._indices[name]
 
     def add(self, name: str, index: int) -> None:
-        """Add the fastest implementation of an operation, and rewrite the JSON file.
+        """Record the index of an operation's fastest implementation, and rewrite the JSON file.
 
-        `name` identifies the operation and its shapes; `index` is the implementation's.
+        `name` identifies the operation and its shapes.
         """
         # Read the file again, because another process may have added choices.
         self._indices = {**self._read(), **self._indices, name: index}
@@ -103,7 +104,7 @@ def _choices_of(device: int) -> Choices:
 
 
 def _milliseconds(run: Callable[[], Tensor]) -> float:
-    """Return the GPU time of `_RUNS` calls of `run` in milliseconds. Infinity: `run` failed."""
+    """Return the GPU time of `_RUNS` calls of `run` in ms, or infinity if `run` fails."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     stream.wait_stream(current)

@@ -39,9 +39,12 @@ def cudnn_convolution(
 ) -> Tensor:
     """Compute `conv2d(images)` with N output channels, plus an optional ReLU.
 
-    On a GPU, for float16 and bfloat16, the first call with new shapes measures two implementations.
-    This call and later ones use the faster one. For other types, the bias is added in a separate
-    pass over memory if there is no ReLU.
+    On a GPU, the implementation depends on the dtype:
+
+    - float16 and bfloat16: the first call with new shapes measures two implementations. This call
+      and later ones use the faster one.
+    - other dtypes: torch computes the convolution. If `relu` is False, the bias is added in a
+      separate pass over memory.
 
     Args:
         images: [B, C, H, W].

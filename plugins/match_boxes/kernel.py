@@ -39,14 +39,22 @@ def match_boxes_kernel(
 def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
     """Return the grid, block and scalar arguments of `match_boxes_kernel`.
 
-    With G = `truths` and N = `candidates` per image, inputs are ground-truth boxes [batch, G, 4],
-    labels [batch, G] int64 and candidates [batch, N, 4], or [1, N, 4] if `shared`. Boxes and
-    candidates are float32. Outputs are the index of each candidate's ground-truth box [batch, N]
-    int64, and two uint8 flags [batch, N]: whether a candidate is positive, and whether it is
-    negative. A kernel made by `match_boxes_kernel(..., low_quality=True)` has two more outputs: the
-    highest IoU of each candidate [batch, N] float32, and the highest IoU of each ground-truth box
-    [batch, G], whose float32 bits are stored as int32. This last output must be zeroed before the
-    launch.
+    An image has G = `truths` ground-truth boxes and N = `candidates` candidates. If `shared`, all
+    images have the same candidates.
+
+    Inputs:
+        - ground-truth boxes [batch, G, 4] float32
+        - labels [batch, G] int64
+        - candidates [batch, N, 4] or, if `shared`, [1, N, 4] float32
+
+    Outputs:
+        - index of each candidate's ground-truth box [batch, N] int64
+        - whether a candidate is positive, and whether it is negative: [batch, N] uint8 each
+
+    Two more outputs, if the kernel was made with `low_quality=True`:
+        - highest IoU of each candidate [batch, N] float32
+        - highest IoU of each ground-truth box [batch, G], whose float32 bits are stored as int32;
+          must be zeroed before the launch
     """
     grid = (-(-candidates // (_THREADS * _ITEMS)), batch, 1)
     return Launch(grid, (_THREADS, 1, 1), (truths, candidates, 0 if shared else candidates))
@@ -55,18 +63,19 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
 def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `MATCH_BEST`.
 
-    For each ground-truth box, `MATCH_BEST` marks the candidates with the highest IoU as positive
-    and not negative.
+    `MATCH_BEST` runs after `match_boxes_kernel`. It marks the candidates of highest IoU with each
+    ground-truth box as positive, and removes their negative mark.
+
     An image has G = `truths` ground-truth boxes and N = `candidates` candidates. If `shared`, all
     images have the same candidates.
 
     Inputs:
         - ground-truth boxes [batch, G, 4] float32
         - candidates [batch, N, 4] or, if `shared`, [1, N, 4] float32
-        - highest IoU of each candidate and of each ground-truth box, as `match_boxes_kernel` wrote
-          them in its last two outputs
+        - the last two outputs of `match_boxes_kernel`: highest IoU of each candidate and of each
+          ground-truth box
 
-    Outputs, which `match_boxes_kernel` wrote first and this kernel updates:
+    Outputs of `match_boxes_kernel` that this kernel updates:
         - whether a candidate is positive, and whether it is negative: [batch, N] uint8 each
     """
     grid = (-(-candidates // _THREADS), batch, 1)

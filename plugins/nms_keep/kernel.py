@@ -42,16 +42,16 @@ def nms_keep_kernel(
 def nms_keep_launch(sets: int, boxes: int) -> Launch:
     """Return the grid, block and scalar arguments of `nms_keep` and of `nms_select`.
 
-    `nms_keep` reads boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64. `nms_select`
-    reads the classes and the output of `nms_overlaps`. Each of `nms_keep` and `nms_select` writes
-    which boxes are kept, [sets, boxes]. The type of this output is the argument `keep_type` of
-    `nms_keep_kernel`.
+    - `nms_keep` reads boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64.
+    - `nms_select` reads the classes and the output of `nms_overlaps`.
+
+    Both write which boxes are kept, [sets, boxes] of the type `keep_type` in `nms_keep_kernel`.
     """
     return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 
 
 def number_of_tiles(boxes: int) -> int:
-    """Return the number of tiles of up to 64 boxes into which a set of `boxes` boxes is split."""
+    """Return the number of tiles of a set of boxes. The last tile has at most 64, the others 64."""
     return -(-boxes // _TILE)
 
 

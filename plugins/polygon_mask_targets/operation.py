@@ -1,7 +1,7 @@
 """`maskrcnn::mask_targets_from_polygons`: mask targets rasterised from polygons.
 
-This project does not train with this operation, but with `maskrcnn::mask_targets_from_crops`, for
-which the data loader rasterises the masks.
+Training does not use this operation. Instead, the data loader rasterises the masks, and
+`maskrcnn::mask_targets_from_crops` resamples them.
 
 Specification of all implementations, whose results are equal bit for bit: polygons are scaled in
 double precision so that the RoI becomes M x M pixels, and rasterised as by pycocotools. A RoI side

@@ -144,7 +144,10 @@ def _constants(
 
 
 def _variants(pooling: Pooling, *feature_types: str) -> tuple[Kernel, ...]:
-    """Return a forward and a backward kernel per feature type, for 256 channels, channels-last."""
+    """Return a forward and a backward kernel per feature type, for `PREBUILT_KERNELS`.
+
+    The kernels are for feature maps of 256 channels, channels-last.
+    """
     forward = (
         forward_kernel(pooling, kind, 256, channels_last=True, pooled_channels_last=True)
         for kind in feature_types

@@ -241,10 +241,11 @@ def _roi_levels(
     canonical_level: int,
     canonical_size: float,
 ) -> Tensor:
-    """Return the index of the pyramid level of each RoI [..., 4], as [...] int64. 0: the finest.
+    """Return the index of the pyramid level of each RoI [..., 4], as [...] int64.
 
-    The index is -1, and the pooled features are 0, if the RoI's area is NaN or negative, or if a
-    pooled cell spans 2 ** 24 feature cells or more. A RoI has `output_size` pooled cells per axis.
+    Index 0 is the finest level. Index -1 marks RoIs whose pooled features are 0: the area is NaN or
+    negative, or a pooled cell spans 2 ** 24 feature cells or more. A RoI has `output_size` pooled
+    cells per axis.
     """
     finest = finest_level(spatial_scales)
     coarsest = finest + len(spatial_scales) - 1
@@ -257,9 +258,9 @@ def _roi_levels(
 
 
 def _indexed_rois(rois: Tensor, inclusive: bool) -> Tensor:
-    """Convert RoIs [B, R, 4] to torchvision's [B * R, 5], with the image index first.
+    """Convert RoIs [B, R, 4] to torchvision's format [B * R, 5], with the image index first.
 
-    If `inclusive`, x2 and y2 are reduced by 1.
+    If `inclusive`, reduce x2 and y2 by 1, as maskrcnn-benchmark does before it pools.
     """
     images = torch.arange(rois.shape[0], dtype=rois.dtype, device=rois.device)
     images = images[:, None, None].expand(-1, rois.shape[1], 1)

@@ -20,10 +20,13 @@ RESIZE_PAD = Kernel("resize_pad/resize_pad.cu", "resize_pad", _CONSTANTS)
 def table_shape(images: int, taps: int, places: int) -> tuple[int, int, int, int]:
     """Return the shape [images, 2, 2 + taps, places] of the int32 table of resampling weights.
 
-    The second axis has the index 0 for rows and 1 for columns. The last axis is the index of a row
-    or column of the resized image. The third axis holds the index of the first source row or column
-    that contributes to this resized one, the number of contributing source rows or columns, and
-    their weights.
+    The axes are, in this order:
+
+    - the image;
+    - 0 for rows, 1 for columns;
+    - the index of the first source row or column that contributes to a resized one, the number of
+      contributing source rows or columns, and their weights;
+    - the index of the resized row or column.
 
     Args:
         images: Number of images.
@@ -48,8 +51,9 @@ def resize_weights_launch(images: int, taps: int, places: int) -> Launch:
 def resize_pad_launch(images: int, taps: int, places: int, height: int, width: int) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `RESIZE_PAD`.
 
-    The inputs are the input and the output of `RESIZE_WEIGHTS`, with the same `taps` and `places`.
-    The output is the padded batch [images, 3, height, width] uint8.
+    The kernel reads the table of images that `RESIZE_WEIGHTS` reads, and the table of weights that
+    `RESIZE_WEIGHTS` writes. `images`, `taps` and `places` must be those of
+    `resize_weights_launch`. The output is the padded batch [images, 3, height, width] uint8.
     """
     grid = (
         (width + _BLOCK_WIDTH - 1) // _BLOCK_WIDTH,

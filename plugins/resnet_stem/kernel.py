@@ -38,11 +38,11 @@ def resnet_stem_kernel(pixel_type: PixelType, value_type: ValueType, sm90: bool)
 def resnet_stem_launch(
     batch: int, height: int, width: int, rows: int, columns: int, sm90: bool
 ) -> Launch:
-    """Return the grid, block and scalar arguments of `resnet_stem_kernel` with the same `sm90`.
+    """Return the grid, block and scalar arguments of a kernel from `resnet_stem_kernel`.
 
-    Inputs are the arguments of `maskrcnn::resnet_stem`, with images [batch, 3, height, width]. The
-    output is [batch, rows, columns, 64]; `rows` and `columns` are a quarter of height and width,
-    rounded up.
+    `sm90` must be the value with which the kernel was made. The kernel's inputs are the arguments
+    of `maskrcnn::resnet_stem`, with images [batch, 3, height, width]. Its output is
+    [batch, rows, columns, 64]; `rows` and `columns` are a quarter of height and width, rounded up.
     """
     tile_rows, tile_columns = _TILE_SM90 if sm90 else _TILE
     grid = (

@@ -2,9 +2,9 @@
 
 Specification of all implementations: pixel values equal those that libjpeg-turbo computes from the
 same planes with its default settings, which are Pillow's. Chroma planes of half the width or height
-are interpolated linearly ("fancy upsampling"), in integers. The pixel values of an image of a
-single row or column may differ from libjpeg-turbo's, because the planes do not show whether the
-JPEG file has half the chroma resolution along the short side.
+are interpolated linearly ("fancy upsampling"), in integers. In an image of a single row or column,
+the planes do not show whether the JPEG file has half the chroma resolution along the short side.
+There, pixel values may differ from libjpeg-turbo's.
 """
 
 import math
@@ -84,7 +84,7 @@ def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
     if not sizes or len(sizes) % _SIDES:
         raise ValueError(
             "rgb_from_ycbcr needs four numbers in `sizes` per image (height and width of luma and "
-            f"chroma), not {len(sizes)} numbers"
+            f"chroma), and at least one image, not {len(sizes)} numbers"
         )
     images = []
     source = target = 0
@@ -155,9 +155,10 @@ def _upsampled(chroma: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _doubled(samples: Tensor, axis: int, places: Tensor, interpolated: bool) -> Tensor:
-    """Upsample chroma samples by two along an axis. Return the results at the indices `places`.
+    """Return chroma samples upsampled by two along an axis, at the indices `places` of this axis.
 
-    If `interpolated`, interpolate linearly and multiply the results by 4. Otherwise repeat samples.
+    If `interpolated`, interpolate linearly. The results are then 4 times the interpolated values,
+    to keep them integers. Otherwise, repeat the samples.
     """
     nearest = samples.index_select(axis, places // 2)
     if not interpolated:

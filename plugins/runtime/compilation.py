@@ -89,7 +89,10 @@ def compile_kernel(
 
 
 def unique_entry(kernel: Kernel, architecture: int) -> str:
-    """Return a function name that is unique to a kernel's source, constants and architecture."""
+    """Return a function name that is unique to a kernel's source, constants and architecture.
+
+    With such names, a TensorRT plan can hold kernels that differ only in their constants.
+    """
     return f"{kernel.name}_{_digest(kernel.source, _options(kernel, architecture, 'ptx'))[:16]}"
 
 

@@ -59,7 +59,7 @@ def empty_like_features(features: Sequence[Tensor]) -> list[Tensor]:
 
 
 def in_layout_of(by_pixel: Sequence[Tensor], features: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors [B, H_l, W_l, C] as [B, C, H_l, W_l], in the feature maps' memory layout."""
+    """Permute tensors [B, H_l, W_l, C] to [B, C, H_l, W_l], in the feature maps' memory layouts."""
     maps = [tensor.permute(0, 3, 1, 2) for tensor in by_pixel]
     return [
         own if is_channels_last(feature) else own.contiguous()

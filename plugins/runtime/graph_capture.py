@@ -1,7 +1,8 @@
-"""CUDA graphs that zero the workspaces of library calls once, instead of before each kernel.
+"""CUDA graphs in which one memset zeroes the workspaces of cuDNN and cuBLASLt kernels.
 
-Many kernels of cuDNN and cuBLASLt count their finished blocks in a workspace. The libraries queue a
-memset before each such kernel, which delays a CUDA graph by several microseconds.
+Many of these kernels count their finished thread blocks in a workspace, which must be zero before.
+Therefore, the libraries queue a memset before each such kernel. Each memset delays a CUDA graph by
+several microseconds.
 """
 
 import threading
@@ -53,9 +54,9 @@ def captured_graph(
 ) -> tuple[torch.cuda.CUDAGraph, _Result]:
     """Capture a function as a CUDA graph. A replay zeroes all small workspaces by one memset.
 
-    A workspace of cuDNN or cuBLASLt is small if it has at most 16 KiB and fits into the 1 MiB that
-    the graph's workspaces share. The memsets by which these libraries zero small workspaces are
-    removed from the graph.
+    The memsets by which cuDNN and cuBLASLt zero single small workspaces are removed from the graph.
+    A workspace is small if it has at most 16 KiB and fits into the 1 MiB that the graph's
+    workspaces share.
 
     Args:
         function: function that queues work in the current stream. This work is captured.

@@ -18,7 +18,7 @@ _THREADS = 1024
 
 
 def survivors(count: int, k: int) -> int:
-    """Return the number of entries that one launch of `prune_kernel` keeps of `count` entries.
+    """Return how many of `count` entries are left after one launch of `prune_kernel`.
 
     The kernel keeps the k largest entries of each chunk of `CHUNK` entries.
     """
@@ -52,14 +52,15 @@ def prune_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
 def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launch:
     """Return the grid, block and scalar arguments of `prune_kernel` for L parts of each row.
 
-    Of each chunk of `CHUNK` candidates of a part, the kernel keeps the k largest.
+    The kernel divides the candidates of a part into chunks of `CHUNK`, and keeps the k largest of
+    each chunk. Its inputs and output are:
 
-    Inputs are values [rows, N], whose rows are `stride` elements apart, and candidates
-    [rows, L, C] int64. The high 32 bits of a candidate are its index in the row of values. The low
-    32 bits are an unsigned key: a larger value has a larger key. A part's candidates are ordered by
-    index. C is the largest number of candidates of a part. If the tensor of candidates is empty,
-    all entries of a part are candidates. The output is the candidates that are kept, in the same
-    form, [rows, L, survivors(C, k)] int64.
+    - Values [rows, N]: the rows are `stride` elements apart.
+    - Candidates [rows, L, C] int64: C is the largest number of candidates of a part. The high 32
+      bits of a candidate are its index in the row of values. The low 32 bits are an unsigned key: a
+      larger value has a larger key. A part's candidates are in the order of their indices. If this
+      tensor is empty, all entries of a part are candidates.
+    - Output [rows, L, survivors(C, k)] int64: the kept candidates, in the same form.
     """
     count = longest(parts)
     scalars = (stride, count, *chain(*parts), k, survivors(count, k))

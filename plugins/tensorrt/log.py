@@ -36,10 +36,11 @@ def shared_logger(trt: Any) -> Any:
 def messages_to(trt: Any, listener: Listener) -> Iterator[None]:
     """While the `with` block runs, forward TensorRT's messages from all threads to a listener.
 
+    The messages are those of all objects that use `shared_logger`.
+
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.
-        listener: function that is called with the severity, such as `ERROR`, and the text of each
-            message of all objects that use `shared_logger`.
+        listener: function that is called with each message's severity, such as `ERROR`, and text.
     """
     listeners = _listeners_of(trt)
     listeners.append(listener)
@@ -72,10 +73,11 @@ def errors_of(trt: Any) -> Iterator[list[str]]:
 def add_listener(trt: Any, listener: Listener) -> None:
     """Forward TensorRT's messages to a listener until the process ends.
 
+    The messages are those of all objects that use `shared_logger`.
+
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.
-        listener: function that is called with the severity, such as `ERROR`, and the text of each
-            message of all objects that use `shared_logger`.
+        listener: function that is called with each message's severity, such as `ERROR`, and text.
     """
     _listeners_of(trt).append(listener)
 

@@ -60,6 +60,7 @@ class DetectorServicer:
         """Detects objects in one image.
 
         INVALID_ARGUMENT: the image is invalid or an option is out of range.
+        NOT_FOUND: the model, or its precision, is not served.
         RESOURCE_EXHAUSTED: the server is overloaded, or this connection already holds its share of the
         admission slots; try again later.
         DEADLINE_EXCEEDED: the request took longer than timeout_us or the server's own limit.
