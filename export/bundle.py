@@ -21,7 +21,6 @@ from ..model.bundle.manifest import (
     sha256_of,
     write_manifest,
 )
-from ..model.bundle.spec import ShapeBucket
 from ..model.checkpoint import Checkpoint
 from ..model.mask_rcnn import MaskRCNN
 from ..model.weights.files import local_path
@@ -30,9 +29,15 @@ from .engines.build import TOP_K_LIMIT, limited_checkpoint
 from .engines.builder import EngineBuilder
 from .onnx.export import onnx_from_model
 from .onnx.precision import fold_batch_norms, halve, replace_transposed_convolution
-from .onnx.quantization import float8_model, quantized_model
+from .onnx.quantization import calibration_images, float8_model, quantized_model
 from .output_folder import atomic_folder, check_output_folder, with_older_artifacts
-from .settings import ExportSettings, check_buckets, check_precisions, checked_dtype
+from .settings import (
+    ExportSettings,
+    check_buckets,
+    check_precisions,
+    checked_dtype,
+    validated_arguments,
+)
 from .torch_program.fused_modules import optimize_for_gpu
 from .torch_program.program import Compilation, compile_programs, program_from_model, write_program
 
@@ -46,14 +51,14 @@ _INPUT_DTYPES: dict[InputDtype, torch.dtype] = {"uint8": torch.uint8, "float32":
 
 def bundle_from_checkpoint(
     reference: str | Path,
-    bundle: Path,
+    bundle: str | Path,
     *,
     precisions: Sequence[Precision] = ("fp32", "fp16"),
     buckets: Sequence[tuple[int, int]] = (),
     input_dtype: InputDtype | None = None,
     builders: Sequence[EngineBuilder] = (),
     with_programs: bool = False,
-    calibration: Sequence[Path] = (),
+    calibration: Sequence[str | Path] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> Manifest:
     """Export a checkpoint to a bundle folder.
@@ -80,7 +85,7 @@ def bundle_from_checkpoint(
         with_programs: whether to export torch programs.
         calibration: image files on which value ranges for int8 and fp8 are measured, such as a part
             of the training images. Other precisions need none.
-        report: function that is called with one sentence at the start of each step.
+        report: function that is called with a progress message at the start of each step.
 
     Returns:
         the manifest of the bundle.
@@ -91,24 +96,32 @@ def bundle_from_checkpoint(
         DownloadError: the download failed, or the file has another checksum.
         EngineError: an engine cannot be built, or a target GPU does not support one of the
             precisions.
-        BundleError: the folder holds other files than a bundle, or cannot be replaced. Or an input
-            size is not a multiple of 32, is too large, or is so small that no resized image fits.
-            Or `input_dtype` is uint8 and the checkpoint's resizing does not round pixel values. Or
-            `builders`, `with_programs` or `calibration` is not given, and a precision needs it. Or
-            `with_programs` or `calibration` is given, and no precision uses it.
+        BundleError: in one of these cases. `precisions`, `buckets`, `input_dtype` or `calibration`
+            has another type or value than described, or `precisions` is empty. The folder holds
+            other files than a bundle, or cannot be replaced. An input size is not a multiple of 32,
+            is too large, or is so small that no resized image fits. `input_dtype` is uint8, and the
+            checkpoint's resizing does not round pixel values. A precision needs `builders`,
+            `with_programs` or `calibration`, which is not given. `with_programs` or `calibration`
+            is given, and no precision uses it.
         ImageError: a calibration image cannot be read.
         ModuleNotFoundError: int8 or fp8 is requested, and ONNX Runtime is not installed.
         OSError: the bundle cannot be written.
     """
+    bundle = Path(bundle)
     check_output_folder(bundle)
-    check_precisions(precisions, bool(builders), with_programs, bool(calibration))
+    given = validated_arguments(
+        precisions=precisions, buckets=buckets, input_dtype=input_dtype, calibration=calibration
+    )
+    precisions = given.precisions
+    check_precisions(precisions, bool(builders), with_programs, bool(given.calibration))
     for builder in builders:
         builder.check(precisions)
     checkpoint = checkpoint_from_reference(reference)
-    sizes = [ShapeBucket(*bucket) for bucket in buckets or checkpoint.buckets]
+    sizes = given.buckets or checkpoint.buckets
     check_buckets(sizes, checkpoint.preprocessing)
     dtype = checked_dtype(input_dtype, checkpoint.preprocessing)
-    settings = ExportSettings(precisions, sizes, dtype, calibration, report)
+    images = calibration_images(given.calibration, checkpoint.preprocessing)
+    settings = ExportSettings(precisions, sizes, dtype, images, report)
     with atomic_folder(bundle) as partial:
         for_onnxruntime = [p for p in precisions if p not in MISSING_PRECISIONS["onnx"]]
         graphs = _export_graphs(checkpoint, partial, settings._replace(precisions=for_onnxruntime))
@@ -249,7 +262,7 @@ def _build_engine(
         graph: manifest entry of the ONNX file.
         source: path of the ONNX file.
         folder: folder for the engine file.
-        report: function that is called with one sentence at the start.
+        report: function that is called with a progress message before the build.
     """
     report(f"building a {builder.product} engine in {graph.precision} for inputs of {graph.bucket}")
     path = folder / f"model-{graph.precision}-{graph.bucket}{ARTIFACT_SUFFIXES[builder.kind]}"

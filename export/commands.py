@@ -17,6 +17,7 @@ from ..model.bundle.manifest import (
     Precision,
 )
 from ..model.bundle.spec import BUCKET_STEP, ShapeBucket
+from ..model.config.option_types import OUTPUT_FOLDER
 from ..model.exit_signals import exit_on_signals
 from ..model.image_files import is_image_file
 from ..plugins.runtime.console import table_console
@@ -58,7 +59,7 @@ class VariadicCommand(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Repeat an option's name before each of its values (`--size 1 --size 2`), then parse."""
+        """Rewrite `--size 1 2` as `--size 1 --size 2`, which click understands, then parse."""
         rejections: list[click.BadParameter] = []
         words = list(self._expanded(ctx, args, rejections))
         try:
@@ -103,7 +104,7 @@ class VariadicCommand(click.Command):
 @click.command(cls=VariadicCommand)
 @click.argument("checkpoint")
 @click.option(
-    "-o", "--output", "bundle", required=True, type=click.Path(path_type=Path, file_okay=False),
+    "-o", "--output", "bundle", required=True, type=OUTPUT_FOLDER,
     help="Folder of the bundle. If it holds a bundle of the same checkpoint, the new files are "
     "added to that bundle; a bundle of another checkpoint is replaced.",
 )  # fmt: skip
@@ -131,7 +132,7 @@ class VariadicCommand(click.Command):
 )  # fmt: skip
 @engine_options
 @click.option(
-    "--triton-repository", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+    "--triton-repository", type=OUTPUT_FOLDER, metavar="DIR",
     help="Add the ONNX files and TensorRT plans to a model repository for Triton Inference Server. "
     "An existing model of the same name gets a new version. Plans with plugins get one "
     "optimization profile per batch size.",
@@ -169,7 +170,7 @@ def export(
     without_onnx = [p for p in MISSING_PRECISIONS["onnx"] if p in precisions]
     if without_onnx and engines["strip_weights"]:
         raise click.UsageError(
-            "--strip-weights needs an ONNX file from which the weights are inserted later, but the "
+            "weights that --strip-weights leaves out are inserted later from an ONNX file, but the "
             f"bundle will have no ONNX file for the precision {without_onnx[0]}; leave out "
             "--strip-weights, or choose another precision"
         )
@@ -244,13 +245,14 @@ def table_of(comparisons: "list[Comparison]") -> Table:
     names = ("artifact", "images", "found", "boxes px", "scores", "masks", "outside", "")
     table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for c in comparisons:
+        result = "passed" if c.detections else "not compared: no detections"
         table.add_row(
             f"{c.artifact.kind} {c.artifact.precision} {c.artifact.bucket}",
             str(c.images),
             str(c.detections),
             *(f"{value:.0e}" for value in (c.boxes, c.scores, c.masks)),
             str(c.missed),
-            "passed" if c.passed else "FAILED",
+            result if c.passed else "FAILED",
         )
     for precision, t in {c.artifact.precision: c.tolerance for c in comparisons}.items():
         allowed = (f"{t.boxes:g}", f"{t.scores:g}", f"{t.masks:g}", f"{t.share:.0%}", "allowed")

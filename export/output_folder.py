@@ -12,18 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from ..model.bundle.manifest import (
+    ARTIFACT_SUFFIXES,
+    COMPILED_SUFFIX,
     MANIFEST_NAME,
     SAMPLES_FOLDER,
     Artifact,
     BundleError,
     Manifest,
     read_manifest,
+    verified_path,
 )
 from ..model.image_decoding import IMAGE_SUFFIXES, read_header
 from ..model.image_files import errors_of_file
 
 # Maximum number of sample images in a bundle.
 _SAMPLES = 6
+# Suffixes of the files that an export writes, except the manifest.
+_SUFFIXES = {*ARTIFACT_SUFFIXES.values(), COMPILED_SUFFIX}
 # File in the temporary folder of an export. The export keeps this file locked until it ends.
 _LOCK_NAME = ".export-lock"
 
@@ -33,23 +38,8 @@ def check_output_folder(bundle: Path) -> None:
 
     Raises:
         BundleError: the folder holds files that do not belong to a bundle (exported model), is a
-            mount point, is the current working folder, or contains it.
+            mount point, or is or contains the current working folder.
     """
-    other_files = {path.name for path in bundle.iterdir()} if bundle.exists() else set()
-    try:
-        other_files -= {
-            MANIFEST_NAME,
-            SAMPLES_FOLDER,
-            *(n for a in read_manifest(bundle).artifacts for n in a.paths),
-        }
-    except BundleError:
-        if MANIFEST_NAME in other_files:  # a damaged bundle, which the new one replaces
-            other_files.clear()
-    if other_files:
-        raise BundleError(
-            f"{bundle} already holds {min(other_files)}, a file or folder that does not belong to "
-            "a bundle; choose another folder"
-        )
     if Path.cwd().is_relative_to(bundle.resolve()):
         # The user's shell would stay in the deleted folder, in which relative paths do not work.
         raise BundleError(
@@ -60,6 +50,24 @@ def check_output_folder(bundle: Path) -> None:
         raise BundleError(
             f"{bundle} is a mount point and cannot be replaced; choose a folder inside it"
         )
+    paths = list(bundle.iterdir()) if bundle.exists() else []
+    other_files = {path.name for path in paths}
+    if (bundle / MANIFEST_NAME).is_file():
+        other_files -= {MANIFEST_NAME, SAMPLES_FOLDER}
+        try:
+            other_files -= {name for a in read_manifest(bundle).artifacts for name in a.paths}
+        except BundleError:  # a damaged bundle, which the new one replaces
+            other_files -= {path.name for path in paths if _is_exported(path)}
+    if other_files:
+        raise BundleError(
+            f"{bundle} already holds {min(other_files)}, a file or folder that does not belong to "
+            "a bundle; choose another folder"
+        )
+
+
+def _is_exported(path: Path) -> bool:
+    """Return whether an export may have written a file, according to its name."""
+    return path.name.startswith("model-") and path.suffix in _SUFFIXES and path.is_file()
 
 
 @contextmanager
@@ -130,16 +138,17 @@ def with_older_artifacts(
     """Keep models of an older bundle (folder with exported models) in the bundle that replaces it.
 
     A model of the older bundle is left out if the new bundle has a model of the same kind,
-    precision and input size, or if one of the older model's files is missing. If the older bundle
-    is damaged, or belongs to another checkpoint, model configuration or version of this package,
-    none of its models is kept. Its sample images are kept in any case.
+    precision and input size, or if one of the older model's files is missing or damaged. If the
+    older bundle's manifest is damaged, or the bundle belongs to another checkpoint, model
+    configuration or version of this package, none of its models is kept. Its sample images are kept
+    in any case.
 
     Args:
         manifest: Manifest of the new bundle.
         folder: Folder of the new bundle. The older bundle's files are linked or copied into it.
         bundle: Folder of the older bundle. It may be absent.
-        report: Function that is called with one sentence if the older bundle belongs to another
-            checkpoint, model configuration or package version.
+        report: Function that is called with a message if the older bundle belongs to another
+            checkpoint, model configuration or package version, and for each damaged model.
 
     Returns:
         The manifest of the new bundle, extended by the older models.
@@ -157,7 +166,14 @@ def with_older_artifacts(
     new = {artifact.path: artifact for artifact in manifest.artifacts}
     kept = []
     for artifact in older.artifacts:
-        if _key(artifact) in exported or not all((bundle / p).is_file() for p in artifact.paths):
+        if _key(artifact) in exported:
+            continue
+        try:
+            verified_path(bundle, artifact)
+            if artifact.compiled:
+                verified_path(bundle, artifact.compiled)
+        except BundleError as error:
+            report(f"leaving out the model in {artifact.precision} of the older bundle: {error}")
             continue
         entry = _with_file_of(new.get(artifact.path, artifact), artifact)
         for name in entry.paths:
@@ -168,10 +184,10 @@ def with_older_artifacts(
 
 
 def _with_file_of(new: Artifact, older: Artifact) -> Artifact:
-    """Return the manifest entry `older`, updated for the file that `new` has at the same path.
+    """Return the manifest entry `older` with the hash and the input type of the entry `new`.
 
-    The precisions fp32 and tf32 share a file. If the file is exported again for one of them, the
-    entry of the other must describe the new file.
+    Both entries have the same path, because fp32 and tf32 share a file. If one of them is exported
+    again, the entry of the other must describe the new file.
     """
     update: dict[str, Any] = {"sha256": new.sha256, "input_dtype": new.input_dtype}
     if new.input_dtype != older.input_dtype:
@@ -201,7 +217,12 @@ def copy_samples(samples: Iterable[Path], bundle: Path) -> None:
         bundle: Folder of the bundle.
     """
     # Read all images first, because they may be the bundle's current sample images.
-    contents = {path.name: path.read_bytes() for path in samples}
+    contents: dict[str, bytes] = {}
+    for path in samples:
+        name = path.name
+        while name in contents:  # an image of another folder
+            name = f"_{name}"
+        contents[name] = path.read_bytes()
     folder = bundle / SAMPLES_FOLDER
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

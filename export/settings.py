@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from ..model.bundle.manifest import (
     MISSING_PRECISIONS,
@@ -15,6 +16,7 @@ from ..model.bundle.manifest import (
     Preprocessing,
 )
 from ..model.bundle.spec import BUCKET_STEP, MAX_PIXELS, ShapeBucket
+from ..model.config.error_messages import validation_message
 from ..model.resizing import pixel_dtype
 
 
@@ -27,8 +29,29 @@ class ExportSettings(NamedTuple):
     input_dtype: InputDtype
     # Image files on which the value ranges for int8 and fp8 are measured.
     calibration: Sequence[Path]
-    # Function that is called with one sentence at the start of each step.
+    # Function that is called with a progress message at the start of each step.
     report: Callable[[str], None]
+
+
+class ExportArguments(BaseModel):
+    """Arguments of `bundle_from_checkpoint` whose types and values are checked."""
+
+    precisions: tuple[Precision, ...] = Field(min_length=1)
+    buckets: tuple[ShapeBucket, ...]
+    input_dtype: InputDtype | None
+    calibration: tuple[Path, ...]
+
+
+def validated_arguments(**arguments: object) -> ExportArguments:
+    """Check the types and values of the arguments that `ExportArguments` lists.
+
+    Raises:
+        BundleError: an argument is not allowed. The message names the allowed values.
+    """
+    try:
+        return ExportArguments.model_validate(arguments)
+    except ValidationError as error:
+        raise BundleError(validation_message(error, ExportArguments)) from None
 
 
 def check_precisions(
@@ -114,6 +137,7 @@ def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) 
         raise BundleError(
             "inputs of type uint8 would round pixels to integers, but the resize rule "
             f"{preprocessing.resize} keeps fractions; omit --input-dtype, or convert the weights "
-            "with preprocessing.resize=pillow, which rounds pixels"
+            "to a checkpoint with the rule pillow, which rounds pixels (`maskrcnn weights convert` "
+            "with preprocessing.resize=pillow)"
         )
     return input_dtype or ("float32" if needs_floats else "uint8")

@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether all outputs are finite, and the share of mismatched detections is tolerated."""
+        """Whether all outputs are finite, and few enough detections differ (`tolerance.share`)."""
         differences = (self.boxes, self.scores, self.masks)
         return bool(np.isfinite(differences).all()) and (
             self.missed <= self.tolerance.share * self.detections
@@ -213,16 +213,16 @@ def _compare_image(
 ) -> None:
     """Compare each expected detection with the actual one of the same label that overlaps most.
 
-    `comparison.missed` counts two kinds of detections above `floor`: expected ones without a match
-    within the tolerance, and actual ones that match no expected detection.
+    Only detections with scores above `floor` count. `comparison.missed` increases by one for each
+    expected detection without a match within the tolerance, and for each actual detection that
+    matches no expected one.
 
     Args:
         comparison: result to update.
         expected: the checkpoint's detections.
         actual: the exported model's detections.
-        floor: score threshold. Detections at or below it are not compared. If `expected`
-            has the maximum number of detections, the threshold is raised to at least the lowest
-            expected score plus the score tolerance.
+        floor: score threshold. If `expected` has the maximum number of detections, the threshold is
+            at least the lowest expected score plus the score tolerance.
     """
     tolerance = comparison.tolerance
     if expected.is_full:

@@ -35,9 +35,8 @@ def builders_from_options(
         choices: values of the other engine options. None or (): the option was not given.
 
     Raises:
-        click.UsageError: an option applies to none of `kinds`, a path is inside the bundle folder,
-            or the timing cache's folder is not writable. Or `for_triton` is set, and the engines
-            would be built without weights.
+        click.UsageError: an option applies to none of `kinds`, or a path is inside the bundle
+            folder. Or `for_triton` is set, and the engines would be built without weights.
         ModuleNotFoundError: TensorRT or TensorRT-RTX is not installed.
         EngineError: this machine cannot build engines of one of `kinds`.
     """

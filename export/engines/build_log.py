@@ -29,11 +29,11 @@ class BuildLog:
 
     @contextmanager
     def section(self, title: str) -> Iterator[None]:
-        """Context manager: write TensorRT's messages to the file while the `with` block runs.
+        """Context manager: write TensorRT's messages to the log file while the `with` block runs.
 
-        The messages are preceded by `title`. At the start of the block, the attributes `errors`
-        (error messages) and `listing` (list of the engine's layers) are cleared. In the block, the
-        method `write` fills them.
+        The line `title` precedes the messages. The start of the block clears the attributes
+        `errors` (error messages) and `listing` (TensorRT's message that lists the engine's layers).
+        The method `write` then fills both.
         """
         self.errors, self.listing = [], ""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,10 +48,10 @@ class BuildLog:
                 file.close()
 
     def write(self, severity: str, message: str) -> None:
-        """Add a message of TensorRT to the log.
+        """Add a message from TensorRT to the log file, if a `section` block is running.
 
-        An error is also appended to the attribute `errors`, and a list of the engine's layers is
-        stored in the attribute `listing`. The file is written only within a `section` block.
+        An error message is also appended to the attribute `errors`. The message that lists the
+        engine's layers is also stored in the attribute `listing`.
         """
         # TensorRT also logs after the `with` block, because it frees some objects late. Those
         # messages do not get into the file.

@@ -50,10 +50,10 @@ class Layer:
 
     @property
     def compute_types(self) -> frozenset[str]:
-        """Input types that show in which precision the layer computes, such as `fp16` or `int8`.
+        """Types of the inputs that the layer computes with, such as `fp16` or `int8`.
 
-        Types of indices, booleans and uint8 images are left out. If no input type remains, the set
-        contains the type of the weights, or is empty if that is unknown.
+        They show the layer's precision. Types of indices, booleans and uint8 images are left out.
+        If no input has another type, the set contains the type of the weights, if it is known.
         """
         read = frozenset(t.dtype for t in self.inputs) & _ARITHMETIC
         return read or frozenset({self.weights_dtype}) & _ARITHMETIC
@@ -165,8 +165,8 @@ _LISTED_TENSOR = re.compile(
 def layers_from_listing(text: str) -> list[Layer]:
     """Parse the list of an engine's layers in TensorRT-RTX's build log, one layer per line.
 
-    Reading the log needs no GPU, whereas the input of `layers_from_json` comes from an engine that
-    is loaded on a GPU. The types of the weights stay unknown.
+    The build log needs no GPU. The input of `layers_from_json` needs an engine on a GPU. The log
+    lacks the types of the weights, so the field `weights_dtype` of each layer is empty.
     """
     return [
         Layer(

@@ -22,9 +22,9 @@ def split_top_k(graph: onnx.GraphProto) -> None:
     producers = {name: node for node in graph.node for name in node.output}
 
     def sources(names: Iterable[str], op_type: str) -> list[onnx.NodeProto]:
-        """Return the nodes that output the tensors `names`. Skip tensors that no node outputs.
+        """Return the nodes that output the tensors `names`, or [] if one is not of type `op_type`.
 
-        If one of the nodes has another type than `op_type`, return [].
+        Tensors that no node outputs are skipped.
         """
         nodes = [producers[name] for name in names if name in producers]
         return nodes if all(node.op_type == op_type for node in nodes) else []
@@ -60,7 +60,7 @@ def _replacement(
     Args:
         graph: graph of the TopK.
         top_k: node to replace.
-        pads: `Pad` node of each feature map.
+        pads: for each feature map, the `Pad` node that pads its scores to a common number.
         lowest: name of a constant, a finite lower bound of the scores. It becomes the second input
             of the new `Max` nodes.
         axis: name of the constant that becomes the input `axes` of the new `Unsqueeze` nodes.

@@ -1,6 +1,5 @@
 """Command-line options of engine builds, and their validation."""
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
@@ -10,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ...model.bundle.manifest import EngineKind, HardwareCompatibility
-from ...model.config.option_types import FiniteRange
+from ...model.config.option_types import OUTPUT_FILE, FiniteRange
 from ...plugins.runtime.compute_capability import CapabilityType
 
 Tiling = Literal["none", "fast", "moderate", "full"]
@@ -56,7 +55,6 @@ class EngineOptions:
     strip_weights: bool = False
 
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
 _OPTIONS = (
     click.option(
         "--engine", "kinds", multiple=True, type=click.Choice(["torch", *get_args(EngineKind)]),
@@ -84,7 +82,7 @@ _OPTIONS = (
         "decides.",
     ),
     click.option(
-        "--timing-cache", type=_FILE,
+        "--timing-cache", type=OUTPUT_FILE,
         help="File of tensorrt's kernel timings, which makes the next build faster. If left out, "
         "a file for this GPU and TensorRT version in the user's cache folder.",
     ),
@@ -121,7 +119,7 @@ _OPTIONS = (
         "warning.",
     ),
     click.option(
-        "--build-log", type=_FILE,
+        "--build-log", type=OUTPUT_FILE,
         help="File for TensorRT's messages. If left out, BUNDLE.build.log beside the bundle.",
     ),
 )  # fmt: skip
@@ -159,7 +157,7 @@ def engine_options(command: _Command) -> _Command:
 def check_engine_choices(
     choices: Mapping[str, object], bundle: Path, kinds: Sequence[EngineKind]
 ) -> None:
-    """Check that each option applies to one of `kinds`, and that paths in `choices` are usable.
+    """Check that each option applies to one of `kinds`, and that no path is inside the bundle.
 
     Args:
         choices: values of the options on the command line, by parameter name.
@@ -167,8 +165,8 @@ def check_engine_choices(
         kinds: kinds of engine that will be built.
 
     Raises:
-        click.UsageError: an option applies to none of `kinds`, a path is inside the bundle folder,
-            or the timing cache's folder is not writable.
+        click.UsageError: an option applies to none of `kinds`, or a path is inside the bundle
+            folder.
     """
     for name, value in choices.items():
         option, kinds_with_option = _APPLIES_TO[name]
@@ -181,21 +179,3 @@ def check_engine_choices(
                 f"{option} {value} is inside the bundle, which is replaced as a whole; choose a "
                 "file outside of it"
             )
-    timing_cache = choices.get("timing_cache")
-    if isinstance(timing_cache, Path):
-        _check_writable(timing_cache)
-
-
-def _check_writable(timing_cache: Path) -> None:
-    """Create `timing_cache`'s folder. If the folder is not writable, raise `click.BadParameter`."""
-    # `write_cached`, which writes the timing cache after a build, ignores errors.
-    try:
-        timing_cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=timing_cache.parent):
-            pass
-    except OSError as error:
-        raise click.BadParameter(
-            f"cannot create a file in {timing_cache.parent} ({error.strerror}); choose another "
-            "folder",
-            param_hint="--timing-cache",
-        ) from None

@@ -1,7 +1,6 @@
 """Conversion of a model to ONNX, with custom nodes and their function bodies."""
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from onnx import helper, inliner
 from torch import Tensor
 from torch.onnx.ops import symbolic, symbolic_multi_out
 
+from ...model.bundle.program import ignore_torch_warnings
 from ...model.bundle.spec import INPUT_NAMES, OPSET_DOMAIN, OPSET_VERSION, OUTPUT_NAMES, ShapeBucket
 from ...model.mask_rcnn import MaskRCNN
 from ...plugins.box_deltas import are_large
@@ -235,8 +235,7 @@ def _quiet_exporter() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with ignore_torch_warnings():
             yield
     finally:
         logger.setLevel(level)

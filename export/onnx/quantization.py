@@ -24,6 +24,18 @@ _MOST_IMAGES = 64
 _LARGEST_FP8 = 448
 
 
+def calibration_images(paths: Sequence[Path], preprocessing: Preprocessing) -> list[Path]:
+    """Choose at most 64 image files, evenly spaced, for the calibration. Read them as a check.
+
+    Raises:
+        ImageError: one of the chosen images cannot be read.
+    """
+    chosen = list(paths[:: -(-len(paths) // _MOST_IMAGES) or 1])
+    for path in chosen:
+        read_resized_image(path, preprocessing)
+    return chosen
+
+
 def quantized_model(
     model: onnx.ModelProto, paths: Sequence[Path], preprocessing: Preprocessing, bucket: ShapeBucket
 ) -> onnx.ModelProto:
@@ -35,7 +47,7 @@ def quantized_model(
 
     Args:
         model: result of `onnx_from_model` in fp32.
-        paths: image files for the calibration. At most 64 of them are used, evenly spaced.
+        paths: image files for the calibration, as `calibration_images` returns them.
         preprocessing: the checkpoint's settings for resizing images.
         bucket: input size of the model. Images that exceed it are cropped.
 
@@ -54,8 +66,7 @@ def quantized_model(
             return next(feeds, None)
 
     dtype = onnx.helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
-    chosen = paths[:: -(-len(paths) // _MOST_IMAGES)]
-    feeds = (_feed(path, preprocessing, bucket, dtype) for path in chosen)
+    feeds = (_feed(path, preprocessing, bucket, dtype) for path in paths)
     with tempfile.TemporaryDirectory() as folder, _without_advice():
         target = Path(folder, "quantized.onnx")
         quantize_static(
@@ -154,8 +165,9 @@ def _feed(
 @contextmanager
 def _without_advice() -> Iterator[None]:
     """Context manager: silence the log messages of all Python loggers, up to WARNING."""
-    logging.disable(logging.WARNING)
+    previous = logging.root.manager.disable
+    logging.disable(max(previous, logging.WARNING))
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(previous)

@@ -228,10 +228,9 @@ def PyramidRoIAlignAdaptive(  # noqa: N802
 
     Inputs are feature_0 to feature_3, one [B, C, H_l, W_l] per level, finest first, and rois
     [B, R, 4] (xyxy in input pixels). The output is [B * R, C, P, P] in the type of the features,
-    where P is `output_size`. If `sampling_ratio` is 0, the number of samples per axis of a pooled
-    cell is the number of feature cells that the pooled cell spans, rounded up. The other attributes
-    (choice of the level, and coordinate convention) are those of the torch operation
-    `maskrcnn::pyramid_roi_align`.
+    where P is `output_size`. If `sampling_ratio` is 0, a pooled cell has as many samples per axis
+    as it spans feature cells, rounded up. The other attributes (choice of the level, and coordinate
+    convention) are those of the torch operation `maskrcnn::pyramid_roi_align`.
     """
     scale_0, scale_1, scale_2, scale_3 = op.Split(
         op.Constant(value_floats=spatial_scales), num_outputs=4, axis=0

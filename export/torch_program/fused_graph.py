@@ -34,11 +34,13 @@ class _Fusion(NamedTuple):
 def fuse_convolutions(program: ExportedProgram) -> None:
     """Replace convolutions and the operations after them by fused operations, in place.
 
-    If an addition, a ReLU or both follow the convolution, the fused operation includes them. In
-    fp32, only convolutions with a ReLU are replaced. In fp16 and bf16, all are replaced except
-    convolutions larger than 1x1 with an addition but no ReLU. If the added tensor is upsampled
-    twofold, only 1x1 convolutions in fp16 and bf16 are replaced. Convolutions without bias, or with
-    groups, are never replaced.
+    If an addition, a ReLU or both follow the convolution, the fused operation includes them. These
+    convolutions are not replaced:
+
+    - in any precision: convolutions without bias, or with groups.
+    - in fp32: convolutions without ReLU, or with the addition of a tensor upsampled twofold.
+    - in fp16 and bf16: convolutions larger than 1x1 with an addition but without ReLU, or with the
+      addition of a tensor upsampled twofold.
 
     Args:
         program: exported torch program. `run_decompositions` has replaced its in-place operations.
@@ -91,8 +93,8 @@ def _replacement(node: Node, fusion: _Fusion) -> tuple[Any, tuple[Any, ...]] | N
 def fuse_blocks(program: ExportedProgram) -> None:
     """Fuse a residual block's last convolution with the next block's first convolution, in place.
 
-    If the first of the two blocks has a convolution in its shortcut, and a kernel supports the
-    combination, this convolution is fused, too.
+    The two are fused if a kernel supports them. If the shortcut of the earlier block also has a
+    convolution, and a kernel supports all three, this third convolution is fused, too.
 
     Args:
         program: exported torch program, which `fuse_convolutions` has changed.
@@ -123,8 +125,8 @@ def fuse_blocks(program: ExportedProgram) -> None:
 def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
     """Return the fused operation that replaces two convolutions, and the operation's arguments.
 
-    If the block of `last` has a convolution in its shortcut, and a kernel supports the combination,
-    the operation also replaces this convolution. None: no operation supports `last` and `first`.
+    Return None if no operation supports `last` and `first`. If the shortcut of the block of `last`
+    has a convolution, and a kernel supports all three, the operation also replaces this third one.
 
     Args:
         last: `gemm_convolution` that ends a residual block and adds the residual.
@@ -150,9 +152,10 @@ def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def _reduction_after(node: Node) -> Node | None:
-    """Return the 1x1 convolution that can be fused with the convolution `node`, or None.
+    """Return the 1x1 convolution after the convolution `node`, if the two can be fused, else None.
 
-    It must read the result of `node`, have stride 1 and a ReLU, and add no residual.
+    The 1x1 convolution must read the result of `node`, have stride 1 and a ReLU, and add no
+    residual.
     """
     for user in node.users:
         if user.target is _own.gemm_convolution.default:

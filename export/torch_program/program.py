@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from ...model.bundle.compiled_program import current_target, write_compiled_program
-from ...model.bundle.manifest import CompiledProgram, Precision, sha256_of
+from ...model.bundle.manifest import COMPILED_SUFFIX, CompiledProgram, Precision, sha256_of
 from ...model.bundle.program import ignore_torch_warnings
 from ...model.bundle.spec import ShapeBucket
 from ...model.mask_rcnn import MaskRCNN
@@ -103,7 +103,7 @@ class Compilation(NamedTuple):
     @property
     def compiled(self) -> Path:
         """Path of the compiled program, in the folder of the torch program."""
-        return self.path.with_name(f"model-{self.precision}-{self.bucket}.compiled")
+        return self.path.with_name(f"model-{self.precision}-{self.bucket}{COMPILED_SUFFIX}")
 
 
 def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgram | None]:

@@ -4,9 +4,11 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,8 +69,14 @@ def test_the_current_folder_is_not_replaced(
 
 
 @pytest.mark.usefixtures("quick_graphs")
-def test_input_sizes_may_be_plain_tuples(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    bundle_from_checkpoint(tiny_checkpoint, tmp_path, precisions=("fp32",), buckets=[(96, 160)])
+@pytest.mark.parametrize("kind", [list, iter])
+def test_input_sizes_may_be_plain_tuples(
+    tiny_checkpoint: Path, tmp_path: Path, kind: Callable[[list[Any]], Any]
+) -> None:
+    precisions, buckets = kind(["fp32"]), kind([(96, 160)])
+    bundle_from_checkpoint(
+        str(tiny_checkpoint), str(tmp_path), precisions=precisions, buckets=buckets
+    )
     (artifact,) = read_manifest(tmp_path).artifacts
     assert artifact.path == "model-fp32-96x160.onnx"
 
@@ -111,6 +119,25 @@ def test_full_disk_names_the_folder_and_keeps_the_older_bundle(
     for artifact in read_manifest(older).artifacts:
         assert verified_path(older, artifact).is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [({"precisions": "fp32"}, ["precisions is 'fp32'", "list of fp32"]),
+     ({"precisions": ["fp64"]}, ["precisions.0 is 'fp64'", "fp32"]),
+     ({"precisions": []}, ["precisions is []", "not empty"]),
+     ({"input_dtype": "float16"}, ["input_dtype is 'float16'", "float32"]),
+     ({"buckets": [96, 96]}, ["buckets.0 is 96", "[height, width]"]),
+     ({"buckets": ["96x96"]}, ["buckets.0 is '96x96'", "[height, width]"]),
+     ({"precisions": ["int8"], "calibration": "a.jpg"}, ["calibration is 'a.jpg'", "list"])],
+)  # fmt: skip
+def test_arguments_of_other_types_are_refused_before_the_export(
+    tiny_checkpoint: Path, tmp_path: Path, arguments: dict[str, Any], facts: list[str]
+) -> None:
+    with pytest.raises(BundleError) as caught:
+        bundle_from_checkpoint(tiny_checkpoint, tmp_path / "bundle", **arguments)
+    assert all(fact in str(caught.value) for fact in facts)
+    assert not (tmp_path / "bundle").exists()
 
 
 def test_unusable_folders_and_sizes_are_refused_before_the_export(

@@ -124,7 +124,7 @@ def test_bf16_engines_need_their_weights(tiny_checkpoint: Path, tmp_path: Path) 
      (("--engine", "tensorrt", "--timing-cache", "bundle/x"), "--timing-cache {}/bundle/x"),
      (("--triton-repository", "bundle"), "--triton-repository {}/bundle"),
      (("--triton-repository", "bundle/models"), "--triton-repository {}/bundle/models"),
-     (("--engine", "tensorrt", "--timing-cache", "file/x"), "{}/file (File exists)"),
+     (("--engine", "tensorrt", "--timing-cache", "file/x"), "{}/file (Not a directory)"),
      (("--verify", "empty"), "{}/empty"), (("--verify", "missing"), "{}/missing"),
      (("--samples", "empty"), "{}/empty"), (("--samples", "file"), "{}/file"),
      (("--precision", "int8", "--calibration", "empty"), "{}/empty")],

@@ -1,5 +1,6 @@
 """Exports into the folder of an older bundle."""
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from maskrcnn_trt.export.output_folder import (
     with_older_artifacts,
 )
 from maskrcnn_trt.model.bundle.manifest import (
+    BundleError,
     CompiledProgram,
     CompileTarget,
     Manifest,
@@ -57,6 +59,33 @@ def test_artifacts_of_the_same_checkpoint_are_added(tiny_checkpoint: Path, older
     assert {path.name for path in older.parent.iterdir()} == {"bundle"}
 
 
+def test_damaged_artifacts_are_left_out(tiny_checkpoint: Path, older: Path) -> None:
+    damaged, other = read_manifest(older).artifacts
+    (older / damaged.path).write_bytes((older / damaged.path).read_bytes()[:1000])
+    reports: list[str] = []
+    manifest = bundle_from_checkpoint(
+        tiny_checkpoint, older, precisions=("fp16",), buckets=(WIDE,), report=reports.append
+    )
+    assert contents(older, manifest) == [("fp32", other.bucket), ("fp16", WIDE)]
+    assert any(damaged.path in message for message in reports)
+
+
+@pytest.mark.parametrize("content", ["{", '{"name": "My web app", "icons": []}', None])
+def test_other_files_beside_a_damaged_manifest_are_not_deleted(
+    tiny_checkpoint: Path, older: Path, content: str | None
+) -> None:
+    """Without manifest, even the folder `samples` may be the user's."""
+    for path in older.glob("m*"):
+        path.unlink()
+    if content is not None:
+        (older / "manifest.json").write_text(content)
+        (older / "index.html").touch()
+    files = set(older.iterdir())
+    with pytest.raises(BundleError, match="already holds"):
+        bundle_from_checkpoint(tiny_checkpoint, older)
+    assert set(older.iterdir()) == files
+
+
 def test_artifacts_are_replaced_by_those_of_the_same_kind(
     tiny_checkpoint: Path, older: Path
 ) -> None:
@@ -81,8 +110,9 @@ def test_kept_entry_of_a_shared_file_takes_its_input_type(
     """A program that was compiled for another input type is left out."""
     manifest = read_manifest(older)
     target = CompileTarget(torch_version="2", python_version="3", compute_capability="9.0")
-    compiled = CompiledProgram(path="model.compiled", sha256="", target=target)
-    fields = {"kind": "torch", "path": "model.pt2", "compiled": compiled}
+    empty = hashlib.sha256().hexdigest()
+    compiled = CompiledProgram(path="model.compiled", sha256=empty, target=target)
+    fields = {"kind": "torch", "path": "model.pt2", "sha256": empty, "compiled": compiled}
     fp32 = manifest.artifacts[0].model_copy(update=fields)
     shared = {"input_dtype": dtype, "sha256": "new"}
     tf32 = fp32.model_copy(update={"precision": "tf32", "compiled": None, **shared})
@@ -109,6 +139,9 @@ def test_samples_are_images_that_browsers_show(older: Path, tmp_path: Path) -> N
     with pytest.raises(ImageError, match=r"3\.jpg: "):
         copy_samples(sample_images(images), older)
     assert len(list((older / "samples").iterdir())) == 6
+    (tmp_path / "b").mkdir()
+    copy_samples(sample_images([images[0], images[1].rename(tmp_path / "b" / "0.jpg")]), older)
+    assert len(list((older / "samples").iterdir())) == 2
 
 
 def test_bundles_of_other_checkpoints_are_replaced(

@@ -8,8 +8,10 @@ import torch
 from onnx import numpy_helper
 from PIL import Image
 
+from maskrcnn_trt.export.commands import table_of
 from maskrcnn_trt.export.verify import (
     TOLERANCES,
+    Comparison,
     compare_artifact,
     reference_batches,
     verify_bundle,
@@ -101,6 +103,14 @@ def test_additional_detections_fail(bundle: Path, tiny_checkpoint: Path) -> None
     outputs[0][:] = 4
     comparison = compare_artifact(artifact, [batch], lambda *_: outputs)
     assert (comparison.missed, comparison.passed) == (len(batch.images), False)
+
+
+def test_without_detections_nothing_was_compared(bundle: Path) -> None:
+    artifact = read_manifest(bundle).artifacts[0]
+    comparisons = [Comparison(artifact, TOLERANCES["fp32"], images=1, detections=n) for n in (0, 5)]
+    results = list(table_of(comparisons).columns[-1].cells)
+    assert "not compared" in str(results[0])
+    assert results[1] == "passed"
 
 
 @pytest.mark.parametrize("part", ["boxes", "scores", "masks"])

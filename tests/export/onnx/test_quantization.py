@@ -1,5 +1,6 @@
 """INT8 and FP8: graphs, detections, and engines of TensorRT-RTX's real builder."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +189,30 @@ def test_calibration_and_engine_are_required(
         bundle_from_checkpoint(tiny_checkpoint, tmp_path / "b", precisions=(precision,))
 
 
-def test_a_damaged_calibration_image_is_named(
+@pytest.mark.parametrize(
+    ("name", "fault"), [("damaged", "not a JPEG"), ("missing", "No such file")]
+)
+def test_an_unusable_calibration_image_is_named_before_the_export(
+    tiny_checkpoint: Path, tmp_path: Path, name: str, fault: str
+) -> None:
+    (tmp_path / "damaged").write_bytes(b"text")
+    with pytest.raises(ImageError, match=f"{tmp_path / name}: .*{fault}"):
+        bundle_from_checkpoint(
+            tiny_checkpoint, tmp_path / "bundle", precisions=["int8"],
+            calibration=[tmp_path / name], report=pytest.fail,
+        )  # fmt: skip
+
+
+def test_the_disabled_log_level_is_restored(
     bundle: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     artifact = read_manifest(bundle).artifacts[0]
-    path = tmp_path / "damaged.png"
-    path.write_bytes(b"text")
+    model = onnx.load(bundle / artifact.path)
     preprocessing = load_checkpoint(tiny_checkpoint).preprocessing
-    with pytest.raises(ImageError, match=str(path)):
-        quantized_model(onnx.load(bundle / artifact.path), [path], preprocessing, artifact.bucket)
+    logging.disable(logging.INFO)
+    try:
+        with pytest.raises(ImageError):
+            quantized_model(model, [tmp_path / "missing"], preprocessing, artifact.bucket)
+        assert logging.root.manager.disable == logging.INFO
+    finally:
+        logging.disable(logging.NOTSET)
