@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..model.bundle.manifest import Precision
 from ..model.bundle.spec import MAX_PIXELS
@@ -30,8 +30,6 @@ _HTTP = re.compile(r"https?://", re.IGNORECASE)
 
 class ServeFields(FrozenConfig):
     """Settings of the server, each validated separately. `ServeConfig` validates combinations."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
 
     host: str = "127.0.0.1"
     """Address to listen on. `::`: all addresses. 0.0.0.0: all IPv4 addresses, and for gRPC all

@@ -13,7 +13,7 @@ from .errors import ServingError
 _log = logging.getLogger(__name__)
 
 # Syntax of a bearer token: RFC 6750, section 2.1.
-_TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
+TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def read_tokens(path: Path) -> list[str]:
     for number, line in enumerate(lines, start=1):
         if not (token := line.partition("#")[0].strip()):
             continue
-        if not _TOKEN.fullmatch(token):
+        if not TOKEN.fullmatch(token):
             # The message does not quote the line, which may be a mistyped secret.
             raise ServingError(
                 f"line {number} of {path} is not a valid token; write one token per line, of "

@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral, Real
 from pickle import PickleBuffer
+from types import NoneType
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +28,20 @@ Outlines = tuple[NDArray[np.float32], ...]
 # Priority levels, the most urgent first.
 PRIORITIES = (1, 2, 3)
 
+# Options with the description and the classes of their values. The abstract classes, which include
+# NumPy's numbers, come last because `isinstance` is slow for them.
+_Fields = tuple[tuple[str, str, tuple[type, ...]], ...]
+_DETECTION_FIELDS: Final[_Fields] = (
+    ("score_threshold", "a number", (float, int, Real)),
+    ("max_detections", "an integer or None", (int, NoneType, Integral)),
+)
+_SCHEDULING_FIELDS: Final[_Fields] = (
+    ("precision", "a string or None", (str, NoneType)),
+    ("priority", "an integer", (int, Integral)),
+    ("timeout_s", "a number or None", (float, NoneType, int, Real)),
+    ("model", "a string", (str,)),
+)
+
 
 class MaskFormat(Enum):
     """Encoding of the masks in a response."""
@@ -39,12 +55,20 @@ class MaskFormat(Enum):
     POLYGON = "polygon"
 
 
+def _check_types(options: object, fields: _Fields) -> None:
+    values = vars(options)
+    for name, description, classes in fields:
+        if not isinstance(values[name], classes):
+            raise InvalidRequestError(f"{name} is {values[name]!r}; it must be {description}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DetectionOptions:
     """Options of a request: which detections to return, and in which mask format.
 
     Raises:
-        InvalidRequestError: an option is out of range, or the mask format is unknown.
+        InvalidRequestError: an option has a wrong type or is out of range, or the mask format is
+            unknown.
     """
 
     # Return only detections whose score exceeds this threshold (0..1) and the model's threshold.
@@ -55,6 +79,7 @@ class DetectionOptions:
     mask_format: MaskFormat = MaskFormat.RLE
 
     def __post_init__(self) -> None:
+        _check_types(self, _DETECTION_FIELDS)
         if not 0 <= self.score_threshold <= 1:
             raise InvalidRequestError(
                 f"score_threshold is {self.score_threshold}; it must be in 0..1"
@@ -80,7 +105,8 @@ class SchedulingOptions:
     """Scheduling options of a request: model, precision, priority, time limit and connection.
 
     Raises:
-        InvalidRequestError: the priority or the timeout is out of range.
+        InvalidRequestError: an option has a wrong type, or the priority or the timeout is out of
+            range.
     """
 
     # One of the served precisions. None: the first of them, which is the default.
@@ -95,6 +121,7 @@ class SchedulingOptions:
     model: str = ""
 
     def __post_init__(self) -> None:
+        _check_types(self, _SCHEDULING_FIELDS)
         if self.priority not in PRIORITIES:
             raise InvalidRequestError(
                 f"priority is {self.priority}; it must be one of "
@@ -107,6 +134,15 @@ class SchedulingOptions:
 
 
 DEFAULT_SCHEDULING = SchedulingOptions()
+
+
+def check_options(options: object, scheduling: object = DEFAULT_SCHEDULING) -> None:
+    """Raise TypeError unless the arguments are `DetectionOptions` and `SchedulingOptions`."""
+    for value, kind in ((options, DetectionOptions), (scheduling, SchedulingOptions)):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"options must be of the class {kind.__name__}, not {type(value).__name__}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

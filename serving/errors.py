@@ -1,16 +1,19 @@
 """Exceptions of the server and its clients. `grpc_status` maps them to gRPC status codes.
 
+`DeferredErrors` defers the error of an iterable.
+
 The server also raises `ImageError` and `BundleError`. They are defined in the package `model`, and
 do not derive from `ServingError`.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    # Worker and front-end processes start faster without these imports.
-    import grpc
+    import grpc  # worker and front-end processes start faster without this import
 
-    from ..model.image_limits import ImageError
+
+_T = TypeVar("_T")
 
 
 class ServingError(Exception):
@@ -39,6 +42,10 @@ class UnauthenticatedError(ServingError):
 
 class ForbiddenError(ServingError):
     """The client is not authorized to call this method."""
+
+
+class PrecisionNotFoundError(ServingError):
+    """The model is not served with the precision in the request."""
 
 
 class ModelNotFoundError(ServingError):
@@ -97,8 +104,48 @@ class ClosedError(ClientError):
     """The client was closed before the request was sent or before its response arrived."""
 
 
-def image_error_from_os_error(error: OSError) -> "ImageError":
-    """Convert the OSError of an unreadable image file to an `ImageError`."""
-    from ..model.image_limits import ImageError
+class DeferredErrors(Generic[_T]):
+    """Wrapper of an iterable. It stores an error of the iterable and ends the iteration.
 
-    return ImageError(f"the file cannot be read ({error.strerror or error})")
+    The caller first delivers the results of the preceding items. Then it calls the method `check`,
+    which raises the stored error.
+    """
+
+    # If a stream's request iterator raised an error, gRPC would drop both the error and the
+    # outstanding responses.
+
+    def __init__(self, items: Iterable[_T] | AsyncIterable[_T]) -> None:
+        """Wrap an iterable. If it is sync, the wrapper supports both `for` and `async for`."""
+        self._items = items
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[_T]:
+        assert isinstance(self._items, Iterable)
+        try:
+            # Not `yield from`, which would close the caller's generator.
+            for item in self._items:  # noqa: UP028
+                yield item
+        except Exception as error:
+            self._error = error
+
+    async def __aiter__(self) -> AsyncIterator[_T]:
+        try:
+            async for item in async_items(self._items):
+                yield item
+        except Exception as error:
+            self._error = error
+
+    def check(self, kind: type[Exception] = Exception) -> None:
+        """Raise the error that the wrapped iterable raised, if it is a `kind`."""
+        if isinstance(self._error, kind):
+            raise self._error
+
+
+async def async_items(items: Iterable[_T] | AsyncIterable[_T]) -> AsyncIterator[_T]:
+    """Iterate over a sync or async iterable."""
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item

@@ -1,4 +1,4 @@
-"""gRPC status codes of exceptions, the protocol `CallContext`, and a filter for gRPC's log."""
+"""gRPC status codes of exceptions, the protocol `CallContext`, and helpers for gRPC servers."""
 
 import functools
 import logging
@@ -15,6 +15,7 @@ from .errors import (
     ForbiddenError,
     InvalidRequestError,
     ModelNotFoundError,
+    PrecisionNotFoundError,
     QueueFullError,
     ReloadError,
     StoppingError,
@@ -32,6 +33,7 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     ModelNotFoundError: grpc.StatusCode.NOT_FOUND,
+    PrecisionNotFoundError: grpc.StatusCode.NOT_FOUND,
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ExpiredError: grpc.StatusCode.DEADLINE_EXCEEDED,
     ReloadError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -39,6 +41,9 @@ _STATUS: dict[type[Exception], grpc.StatusCode] = {
     BackendDownError: grpc.StatusCode.UNAVAILABLE,
     UnloadedError: grpc.StatusCode.UNAVAILABLE,
 }
+
+# Interval in seconds at which a gRPC server is checked for an error that has stopped it.
+_CHECK_S = 1.0
 
 # Maximum size of a status message in percent-encoded bytes. gRPC clients accept about 8 KiB of
 # metadata per call; above that they report a connection error instead of the status.
@@ -194,3 +199,10 @@ def _is_server_fault(record: logging.LogRecord) -> bool:
     # The message of UnicodeDecodeError would quote the metadata, which can be a token.
     client_faults = grpc.aio.InternalError, UnicodeDecodeError
     return record.exc_info is None or not isinstance(record.exc_info[1], client_faults)
+
+
+async def wait_for_stop(server: grpc.aio.Server) -> None:
+    """Wait until a gRPC server is stopped. If an error in gRPC has stopped it, raise the error."""
+    # `wait_for_termination` returns True when its timeout passes, and raises the error only then.
+    while await server.wait_for_termination(_CHECK_S):
+        pass

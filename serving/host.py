@@ -83,8 +83,8 @@ def gpu_bus_ids() -> list[str]:
         )
     except subprocess.TimeoutExpired:
         raise BackendError(
-            f"CUDA does not list the GPUs within {_CUDA_TIMEOUT_S:g} s; check whether nvidia-smi "
-            "responds, and restart the machine if it hangs"
+            f"CUDA did not list the GPUs within {_CUDA_TIMEOUT_S:g} s; check whether nvidia-smi "
+            "responds, and restart the machine if nvidia-smi hangs"
         ) from None
     return result.stdout.splitlines()
 

@@ -6,20 +6,30 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import tee
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import numpy as np
+
 from ..model.bundle.manifest import Manifest, Precision, read_manifest
 from ..model.bundle.spec import MAX_PIXELS, ShapeBucket
-from ..model.image_files import read_image_file
-from ..model.image_limits import ImageError
+from ..model.image_files import ImageSource, check_images, read_image_source
+from ..model.image_limits import ImageError, image_error_from_os_error
 from .backends.base import Backend, DeviceBackend
 from .backends.loading import load_backend, served_precision
 from .config import BackendName
-from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections
-from .engines.base import BatchEntry, BatchSteps, ImageRequest, Outcome, StepChain
+from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections, check_options
+from .engines.base import (
+    BatchEntry,
+    BatchSteps,
+    ImageRequest,
+    Outcome,
+    SourceImage,
+    StepChain,
+)
 from .engines.host_steps import HostSteps, plan_image
-from .errors import BackendError, image_error_from_os_error
+from .errors import BackendError, DeferredErrors
 
 # Maximum read-ahead in batches. If more images than fit into this many batches are queued,
 # `run_in_batches` waits for the oldest one. The limit exceeds the number of batches in flight on a
@@ -81,49 +91,62 @@ class Detector:
         self.close()
 
     def __call__(
-        self, images: Iterable[bytes | str | Path], options: DetectionOptions = DEFAULT_OPTIONS
+        self, images: Iterable[ImageSource | str], options: DetectionOptions = DEFAULT_OPTIONS
     ) -> list[Detections]:
-        """Detect objects in encoded images or files, in batches.
+        """Detect objects in several images, in batches. Each is given as to the method `detect`.
 
         Returns:
             The detections of each image, in order.
 
         Raises:
-            ImageError: An image is invalid. (`detect_many` yields such errors and continues.)
-            TypeError: `images` is one image, not several.
+            ImageError: An image is invalid. The message begins with its path, or with its index if
+                it is not a file. (`detect_many` yields such errors and continues.)
+            TypeError: `images` is one image, not several, or an image or `options` has an invalid
+                type.
             BackendError: The detector is closed, memory runs out, or the backend fails.
             BundleError: The model's outputs contradict the bundle's manifest.
         """
-        results = []
+        check_images(images)
+        results: list[Detections] = []
+        images, sources = tee(images)
         with closing(self.detect_many(images, options)) as outcomes:
-            for outcome in outcomes:
+            for outcome, source in zip(outcomes, sources, strict=True):
                 if isinstance(outcome, ImageError):
-                    raise outcome
+                    is_file = isinstance(source, str | Path)
+                    name = str(source) if is_file else f"image {len(results)}"
+                    raise ImageError(f"{name}: {outcome}") from outcome
                 results.append(outcome)
         return results
 
     def detect(
         self,
-        data: bytes,
+        image: ImageSource | str,
         options: DetectionOptions = DEFAULT_OPTIONS,
         max_pixels: int = MAX_PIXELS,
     ) -> Detections:
-        """Detect objects in an encoded image.
+        """Detect objects in one image.
+
+        Args:
+            image: Content of an image file, path of such a file, or RGB pixels [H, W, 3] uint8.
+            options: Options that select the detections to return and the format of their masks.
+            max_pixels: Maximum number of pixels of the image.
 
         Raises:
+            TypeError: `image` or `options` has another type.
             ImageError: The image is invalid, or has more than `max_pixels` pixels.
             BackendError: The detector is closed, memory runs out, or the backend fails.
             BundleError: The model's outputs contradict the bundle's manifest.
         """
         self._check_open()
+        check_options(options)
         preprocessing, buckets = self.manifest.preprocessing, self._backend.buckets
-        image = plan_image(data, preprocessing, buckets, max_pixels=max_pixels)
-        return self._steps.detect(ImageRequest(image, options))
+        plan = plan_image(_read_source(image), preprocessing, buckets, max_pixels=max_pixels)
+        return self._steps.detect(ImageRequest(plan, options))
 
     def detect_many(
-        self, images: Iterable[bytes | str | Path], options: DetectionOptions = DEFAULT_OPTIONS
+        self, images: Iterable[ImageSource | str], options: DetectionOptions = DEFAULT_OPTIONS
     ) -> Generator[Outcome, None, None]:
-        """Detect objects in encoded images or files, in batches.
+        """Detect objects in several images, in batches. Each is given as to the method `detect`.
 
         While the model computes a batch, the next one is decoded; see the function
         `serving.offline.detect_many`, which this method calls.
@@ -132,19 +155,22 @@ class Detector:
             The detections or the error of each image, in order.
 
         Raises:
-            TypeError: `images` is one image, not several. Raised before the iteration starts.
+            TypeError: `images` is one image, not several, or `options` has an invalid type. Raised
+                before the iteration starts.
+            Exception: Iterating over `images` raised this error, or an image has an invalid type
+                (TypeError). The error is raised after the outcomes of the preceding images.
             BackendError: The detector is closed, memory runs out, or the backend fails. A detector
                 that is already closed raises it before the iteration starts.
             BundleError: The model's outputs contradict the bundle's manifest.
         """
         self._check_open()
-        if isinstance(images, str | bytes | Path):
-            raise TypeError(f"images must be a list of images, not {type(images).__name__}")
+        check_images(images)
+        check_options(options)
 
-        def sources() -> Iterator[bytes | Path]:
+        def sources() -> Iterator[ImageSource | str]:
             for image in images:
                 self._check_open()  # `close` may be called during the iteration
-                yield image if isinstance(image, bytes) else Path(image)
+                yield image
 
         # On a CPU, larger batches are not faster and need more memory.
         max_batch = 1 if self._backend.device == "cpu" else self._max_batch
@@ -162,7 +188,7 @@ class Detector:
 
 
 def detect_many(
-    images: Iterable[bytes | Path],
+    images: Iterable[ImageSource | str],
     backend: Backend,
     manifest: Manifest,
     options: DetectionOptions = DEFAULT_OPTIONS,
@@ -170,15 +196,15 @@ def detect_many(
     max_batch: int = 8,
     apply_orientation: bool = True,
 ) -> Generator[Outcome, None, None]:
-    """Detect objects in encoded images, with bounded read-ahead.
+    """Detect objects in images, with bounded read-ahead.
 
     Decoding, inference and mask encoding of different batches overlap. With a `DeviceBackend`, all
     three run on the backend's device. With other backends, decoding and encoding run in CPU
     threads: at most one batch per CPU core is decoded, and at most one is encoded, at a time.
 
     Args:
-        images: Contents of JPEG, PNG or WebP files, or their paths. The thread that consumes the
-            results iterates over `images` and reads the files.
+        images: Contents of JPEG, PNG or WebP files, paths of image files, or RGB pixels [H, W, 3]
+            uint8. The thread that consumes the results iterates over `images` and reads the files.
         backend: Backend, loaded for batches of `max_batch`.
         manifest: Manifest of the bundle that the backend was loaded from.
         options: Options that select the detections to keep and the format of their masks.
@@ -190,10 +216,12 @@ def detect_many(
         generator cancels the batches that have not started.
     """
 
-    def plan(source: bytes | Path) -> BatchEntry:
+    def plan(source: ImageSource | str) -> BatchEntry:
+        # A copy, because the caller may reuse an array before this image is resized.
+        own = source.copy() if isinstance(source, np.ndarray) else source
         try:
             image = plan_image(
-                _read_source(source),
+                _read_source(own),
                 manifest.preprocessing,
                 backend.buckets,
                 apply_orientation=apply_orientation,
@@ -206,13 +234,12 @@ def detect_many(
     return run_in_batches(map(plan, images), steps, max_batch)
 
 
-def _read_source(source: bytes | Path) -> bytes:
-    if isinstance(source, bytes):
-        return source
+def _read_source(image: ImageSource | str) -> SourceImage:
     try:
-        return read_image_file(source)
+        source = read_image_source(Path(image) if isinstance(image, str) else image)
     except OSError as error:
         raise image_error_from_os_error(error) from None
+    return source if isinstance(source, bytes) else np.ascontiguousarray(source)
 
 
 def run_in_batches(
@@ -228,17 +255,24 @@ def run_in_batches(
 
     Yields:
         The detections or the error of each image, in order.
+
+    Raises:
+        Exception: Iterating over `entries` raised this error. Unless it is a BackendError, it is
+            raised after the outcomes of the preceding images.
     """
+    deferred = DeferredErrors(entries)
     threads = ThreadPoolExecutor(steps.concurrency, thread_name_prefix="batch")
     try:
         queue = _BatchQueue(threads, StepChain(steps), max_batch)
-        for entry in entries:
+        for entry in deferred:
             queue.put(entry)
             while queue.is_due:
                 yield queue.get()
+        deferred.check(BackendError)  # the detector is closed, so there are no more results
         queue.flush()
         while queue:
             yield queue.get()
+        deferred.check()
     finally:
         threads.shutdown(cancel_futures=True)
         steps.synchronize()
@@ -301,10 +335,10 @@ class _BatchQueue:
         return len(self._queue)
 
     def put(self, entry: BatchEntry) -> None:
-        """Add an image, or the error of an invalid one, to the end of the queue.
+        """Append an image, or the error of an invalid image, to the queue.
 
-        An image also becomes part of the incomplete batch of its input size. If this batch is then
-        full, it is started.
+        An image also joins the incomplete batch of its input size. If the image completes the
+        batch, start the batch.
         """
         if isinstance(entry, ImageError):
             self._queue.append(entry)

@@ -18,11 +18,11 @@ import ray.exceptions
 
 from ..model.bundle.manifest import Precision, read_manifest
 from ..model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, png_from_other_formats
-from ..model.image_limits import ImageError, check_file_size
+from ..model.image_limits import ImageError, check_file_size, image_error_from_os_error
 from ..model.plurals import counted
 from .config import BackendName
 from .detections import DetectionOptions, Detections
-from .errors import ServingError, image_error_from_os_error
+from .errors import ServingError
 from .offline import Detector
 from .result_formats import coco_results
 
@@ -195,7 +195,7 @@ def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
 
 
 class _RayDetector:
-    """Ray actor that loads a model and detects objects in batches of rows with one image each."""
+    """Ray actor that loads a model and detects objects. A row of its batches has one image."""
 
     def __init__(self, options: DetectionOptions, predictor: dict[str, Any]) -> None:
         self._options = options
@@ -251,10 +251,10 @@ def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RayS
 
 @contextlib.contextmanager
 def _translated_storage_errors() -> Iterator[None]:
-    """In the `with` block, convert errors of file systems to ServingErrors with a remedy.
+    """In the `with` block, convert storage errors to ServingErrors that name a remedy.
 
-    The error for a file name that is not UTF-8 is converted, too. An OSError whose `filename` is
-    set is raised unchanged.
+    Storage errors are those of pyarrow's file systems, and those for file names that are not UTF-8.
+    OSErrors of Python itself, which have a `filename`, are raised unchanged.
     """
     try:
         yield

@@ -67,9 +67,12 @@ def coco_results(image_id: int | str, detections: Detections) -> list[dict[str, 
 def arrays_from_detections(detections: Detections) -> dict[str, NDArray[Any]]:
     """Return N detections as arrays by name, for `numpy.savez`. No array needs pickle.
 
-    `boxes` [N, 4] float32 xyxy in pixels of the image after its EXIF rotation, `scores` [N]
-    float32, `labels` and `category_ids` [N] int64, `class_names` [N] str, `size` [2] int64 (height,
-    width) and, if the detections have RLE masks, `masks` [N, height, width] bool.
+    - boxes [N, 4] float32 xyxy in pixels of the image after its EXIF rotation
+    - scores [N] float32
+    - labels and category_ids [N] int64
+    - class_names [N] str
+    - size [2] int64, height and width of the image
+    - masks [N, height, width] bool, only if the detections have RLE masks
     """
     size = (detections.height, detections.width)
     arrays: dict[str, NDArray[Any]] = {

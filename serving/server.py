@@ -18,6 +18,7 @@ from ..protos.maskrcnn.v1 import detector_pb2
 from .config import ServeConfig, address_of
 from .engines.worker_main import freeze_garbage_collector
 from .errors import ServingError
+from .grpc_status import wait_for_stop
 from .host import in_daemon_thread, notify_service_manager
 from .monitoring.machine_metrics import CpuCollector, LoopLag
 from .monitoring.metrics import Metrics
@@ -93,6 +94,11 @@ async def serve(
         if not stop.is_set():
             raise
         _log.info("stopped before the server was ready")
+    finally:
+        # Remove the handlers before the event loop closes. It would close the socket first through
+        # which Python reports signals, and Python prints an error if one arrives in between.
+        for number in (*signals, signal.SIGHUP):
+            loop.remove_signal_handler(number)
 
 
 @contextlib.asynccontextmanager
@@ -144,7 +150,11 @@ async def detection_server(
             reload = reload or asyncio.Event()
             async with (
                 repository.running(),
-                _background(repository.reload_when_set(reload), health.run(), lag.run(), cpu.run()),
+                _background(
+                    *(repository.reload_when_set(reload), health.run(), lag.run(), cpu.run()),
+                    # Front-end processes are restarted instead.
+                    *([wait_for_stop(server)] if isinstance(server, grpc.aio.Server) else ()),
+                ),
             ):
                 health.set_ready()
                 address = address_of(config.host, port)
@@ -163,10 +173,10 @@ async def detection_server(
 
 @contextlib.contextmanager
 def _cancelled_requests_logged(metrics: Metrics, grace_s: float) -> Iterator[None]:
-    """Context manager: after `grace_s` seconds, log how many requests are still in progress.
+    """Context manager: log the number of requests that the server cancels when it stops.
 
-    The `with` block stops the server. After `grace_s` seconds, the server cancels the remaining
-    requests. If the block ends sooner, or no request remains, nothing is logged.
+    The `with` block stops the server, which cancels the remaining requests after `grace_s` seconds.
+    Their number is logged then, unless the block has already ended or no request remains.
     """
 
     def warn() -> None:
@@ -196,7 +206,7 @@ def _grpc_server(
     """
     if not front_ends:
         return listening_server(config, certificate, interceptors)
-    server = FrontEndServer(front_ends, config, interceptors)
+    server = FrontEndServer(front_ends, config, certificate, interceptors)
     return server, server.port
 
 
@@ -233,11 +243,11 @@ def _http_server(
     config: ServeConfig,
     ports: int,
 ) -> "HttpServer | None":
-    """Return the HTTP server. None: `config.http_port` is not set.
+    """Return the HTTP server, or None if `config.http_port` is not set.
 
     `ports` is the number of ports on which this process accepts connections: 2 (gRPC and HTTP), or
-    1 if front-end processes accept the gRPC connections. The process's limit on open files is
-    divided among the ports.
+    1 if front-end processes accept the gRPC connections. Each port gets an equal share of the
+    process's limit on open files.
     """
     if config.http_port is None:
         return None

@@ -66,9 +66,10 @@ class PlanTarget(NamedTuple):
 
 
 def probe_machine(kind: EngineKind) -> PlanTarget:
-    """Return the properties of this machine that decide which plans of an engine kind run on it.
+    """Return the properties of this machine that a plan (engine file) must match to run on it.
 
-    The engine kinds are `tensorrt` and `tensorrt-rtx`.
+    They include the GPU's compute capability and the version of the runtime: of TensorRT, or of
+    TensorRT for RTX if `kind` is `tensorrt-rtx`.
 
     Raises:
         BackendError: the machine has no GPU, or a Python module or CUDA's driver cannot be loaded.

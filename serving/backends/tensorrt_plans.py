@@ -227,7 +227,7 @@ class Plan:
         )
 
     def specs(self, batch: int) -> dict[str, TensorSpec]:
-        """Return shape and dtype of each input and output by name, for one of `batches`."""
+        """Return shape and dtype of each input and output by name, for a loaded batch size."""
         return self._batches[batch].specs
 
     def use_scratch(self, address: int, size: int) -> None:
@@ -287,10 +287,10 @@ class Plan:
 def batch_profiles(profiles: Sequence[BatchProfile], max_batch: int) -> dict[int, int]:
     """Choose the batch sizes of a plan, and the TensorRT optimization profile of each.
 
-    For each size in `batch_sizes(max_batch)`, choose among the profiles whose range includes the
-    size. If no range includes the size, choose among the profiles for larger batches, and replace
-    the size by the minimum of the chosen profile. In both cases, choose the profile with the lowest
-    maximum.
+    The batch sizes are those of `batch_sizes(max_batch)`. For each size, choose the profile whose
+    range includes the size. If no range includes it, choose a profile for larger batches, and
+    increase the size to the minimum of this profile. If several profiles qualify, choose the one
+    with the lowest maximum.
 
     Args:
         profiles: Optimization profiles of the plan, each for a range of batch sizes.

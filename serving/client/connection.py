@@ -5,7 +5,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import unquote
@@ -15,6 +15,7 @@ import grpc
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ...protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from ..config import DAY_S, MAX_RETRIES, check_address
+from ..credential_files import TOKEN
 from ..errors import (
     AccessError,
     ClientError,
@@ -36,6 +37,8 @@ _UNLIMITED = 2**31 - 1
 # Time limit in seconds for gRPC to report the state of a channel. gRPC reports the state at once,
 # unless the channel was closed meanwhile.
 _STATE_TIMEOUT_S = 1.0
+# Remedy if an async client is created outside its event loop.
+LOOP_REMEDY = "create an AsyncDetectorClient in the coroutine that uses it"
 # Exceptions that a failed gRPC call raises. On a closed channel, the call raises one of the
 # last three.
 _CALL_ERRORS = grpc.RpcError, ValueError, grpc.aio.UsageError, asyncio.CancelledError
@@ -62,16 +65,27 @@ class Credentials:
     # Client certificate, for servers that require one.
     certificate: bytes | None = None
     # Private key of `certificate`.
-    key: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
     # Bearer token, sent with each request as `authorization: Bearer TOKEN`.
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     # Whether to use TLS. False: the token is sent in plain text, so something else should encrypt
     # the connection, such as the sidecar of a service mesh.
     tls: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("root_certificate", "certificate", "key"):
+            # gRPC ignores an empty certificate, and would trust other CAs.
+            if getattr(self, name) == b"":
+                raise ValueError(f"{name} is empty; give the content of a PEM file")
         if (self.certificate is None) != (self.key is None):
             raise ValueError("a client's certificate and its key go together; give both or none")
+        is_text = isinstance(self.token, str)
+        if self.token is not None and not (is_text and TOKEN.fullmatch(self.token)):
+            # The message does not quote the token, because it is secret.
+            raise ValueError(
+                "token is invalid; give a string of letters, digits and -._~+/, without a line "
+                "break or spaces at its ends"
+            )
         if not self.tls and (self.root_certificate or self.certificate):
             raise ValueError("certificates require TLS; set tls=True, or remove the certificates")
 
@@ -135,6 +149,7 @@ class Connection:
         Raises:
             ValueError: `address` is invalid, or `timeout_s`, `retries` or `keepalive_s` is out of
                 range.
+            RuntimeError: The client is async, and no event loop is running.
         """
         check_address(address)
         if not 0 < timeout_s <= DAY_S:
@@ -142,6 +157,7 @@ class Connection:
         self._address = address
         self._timeout_s = timeout_s
         options = channel_options(retries, keepalive_s)
+        self._loop = self._running_loop()
         credentials = credentials or NO_CREDENTIALS
         self._metadata = credentials.metadata
         self._channel = credentials.open_channel(self._transport, address, options)
@@ -151,9 +167,16 @@ class Connection:
         self._limits_lock = self._lock()
         self._closed = False
 
+    @staticmethod
+    def _running_loop() -> asyncio.AbstractEventLoop | None:
+        """Return the running event loop. None: the client is sync."""
+        return None
+
     @contextlib.contextmanager
     def _translated_errors(self) -> Iterator[None]:
         """Context manager: convert gRPC errors into `ClientError`s; see `error_from_rpc`."""
+        if self._running_loop() is not self._loop:
+            raise RuntimeError(f"the client belongs to another event loop; {LOOP_REMEDY}")
         try:
             yield
         except _CALL_ERRORS as error:
@@ -183,8 +206,11 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
     Raises:
         ValueError: A value is out of range.
     """
-    if not 0 <= retries <= MAX_RETRIES:
-        raise ValueError(f"retries is {retries}; it must be 0 to {MAX_RETRIES}, the limit of gRPC")
+    if retries not in range(MAX_RETRIES + 1):
+        raise ValueError(
+            f"retries is {retries!r}; it must be an integer from 0 to {MAX_RETRIES}, the limit of "
+            "gRPC"
+        )
     if not keepalive_s >= 1:
         raise ValueError(
             f"keepalive_s is {keepalive_s}; gRPC sends at most one ping a second, so give 1 or more"
@@ -192,7 +218,7 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
     config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
     if retries:
         policy = {
-            "maxAttempts": 1 + retries,
+            "maxAttempts": 1 + int(retries),
             "initialBackoff": "0.1s",
             "maxBackoff": "3s",
             "backoffMultiplier": 3,
@@ -335,8 +361,9 @@ def _unreachable_message(address: str, details: str) -> str:
     is_named = failed is not None and unquote(failed[1]).strip("[]") not in address
     hint = (
         "; if a server already runs on this host, the error may come from another IP address of "
-        "the host: check the port and whether the server requires TLS (--tls) or a client "
-        "certificate (--certificate), or connect to the server's IP address to see its own error"
+        "the host: check that the port is that of gRPC, not that of HTTP, and whether the server "
+        "requires TLS (--tls) or a client certificate (--certificate), or connect to the server's "
+        "IP address to see its own error"
     )
     return (
         f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`"

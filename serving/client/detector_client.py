@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import grpc
 
+from ...model.image_files import ImageSource, check_images
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import (
     DEFAULT_OPTIONS,
@@ -18,15 +19,12 @@ from ..detections import (
     Detections,
     SchedulingOptions,
 )
-from ..errors import ClientError, RefusedError
+from ..errors import ClientError, DeferredErrors, RefusedError, async_items
 from ..messages import detections_from_response
-from .connection import Connection, channel_state
+from .connection import LOOP_REMEDY, Connection, channel_state
 from .image_requests import (
-    DeferredErrors,
     ImageOutcome,
-    ImageSource,
     LostServerCheck,
-    async_items,
     check_concurrency,
     check_size,
     is_large,
@@ -81,7 +79,8 @@ class DetectorClient(Connection):
             scheduling: Model, precision, priority and time limit of the request in the server.
 
         Raises:
-            TypeError: `image` is not an `ImageSource`, for example a path given as str.
+            TypeError: `image` is not an `ImageSource`, for example a path given as str. Or
+                `options` or `scheduling` has a wrong type.
             RefusedError: The server rejected the request. Or the client rejected it with status
                 INVALID_ARGUMENT before sending it: the request exceeds the server's message limit,
                 or the file or array is not a valid image.
@@ -108,15 +107,17 @@ class DetectorClient(Connection):
 
         Raises:
             ValueError: `concurrency` is less than 1. Raised before the iteration starts.
-            TypeError: An image is not an `ImageSource`. This error, and any error that iterating
-                over `images` raises, is raised after the outcomes of the preceding images.
+            TypeError: `images` is one image, not several. Raised before the iteration starts. Or an
+                image is not an `ImageSource`. This error, and any error that iterating over
+                `images` raises, is raised after the outcomes of the preceding images.
             AccessError: The server denies access to this client.
             ClosedError: The client is closed.
-            RefusedError: The server does not serve the model in `scheduling`.
+            RefusedError: The server does not serve the model or precision in `scheduling`.
             ClientError: `concurrency` consecutive requests got no response, so the server counts
                 as lost. A rejection counts as a response. A missed deadline counts as a response
                 if the connection is up.
         """
+        check_images(images)
         check_concurrency(concurrency)
         return self._outcomes(DeferredErrors(images), options, scheduling, concurrency)
 
@@ -137,10 +138,20 @@ class DetectorClient(Connection):
         Raises:
             ClosedError: The client is closed.
             ClientError: The gRPC stream failed.
+            TypeError: `images` is one image, not several. Raised before the iteration starts.
             Exception: Iterating over `images` raised this error, or an image cannot be sent. For
                 example, its file is unreadable (OSError), or the image is not an `ImageSource`
                 (TypeError). The error is raised after the outcomes of the preceding images.
         """
+        check_images(images)
+        return self._stream(images, options, scheduling)
+
+    def _stream(
+        self,
+        images: Iterable[ImageSource],
+        options: DetectionOptions,
+        scheduling: SchedulingOptions,
+    ) -> Iterator[tuple[int, Detections | RefusedError]]:
         requests = DeferredErrors(
             self._request(options, scheduling, image, str(index))
             for index, image in enumerate(images)
@@ -228,10 +239,21 @@ class AsyncDetectorClient(Connection):
     """Async client of one server, for one event loop. An async context manager.
 
     Its methods correspond to those of `DetectorClient` and raise the same errors.
+
+    Create the client in a coroutine of the event loop in which you use it. If no event loop is
+    running, the constructor raises RuntimeError. In another event loop, the methods that send
+    requests raise it.
     """
 
     _transport = grpc.aio
     _lock = asyncio.Lock
+
+    @staticmethod
+    def _running_loop() -> asyncio.AbstractEventLoop:
+        try:
+            return asyncio.get_running_loop()
+        except RuntimeError:
+            raise RuntimeError(f"no event loop is running; {LOOP_REMEDY}") from None
 
     async def __aenter__(self) -> Self:
         return self
@@ -282,10 +304,11 @@ class AsyncDetectorClient(Connection):
         Yields:
             For each image, in order, its detections or its error.
         """
+        check_images(images, Iterable | AsyncIterable)
         check_concurrency(concurrency)
         return self._outcomes(DeferredErrors(images), options, scheduling, concurrency)
 
-    async def stream(
+    def stream(
         self,
         images: Iterable[ImageSource] | AsyncIterable[ImageSource],
         options: DetectionOptions = DEFAULT_OPTIONS,
@@ -299,6 +322,15 @@ class AsyncDetectorClient(Connection):
             For each image, in order of completion: its index in `images` from 0, and its detections
             or the server's error.
         """
+        check_images(images, Iterable | AsyncIterable)
+        return self._stream(images, options, scheduling)
+
+    async def _stream(
+        self,
+        images: Iterable[ImageSource] | AsyncIterable[ImageSource],
+        options: DetectionOptions,
+        scheduling: SchedulingOptions,
+    ) -> AsyncIterator[tuple[int, Detections | RefusedError]]:
         indices = itertools.count()
         requests = DeferredErrors(
             await self._request(options, scheduling, image, str(next(indices)))

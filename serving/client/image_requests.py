@@ -1,16 +1,13 @@
 """Helpers of the sync and async clients: image encoding, size limits, and error handling."""
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable
 from io import BytesIO
-from pathlib import Path
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import TypeGuard
 
 import grpc
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
-from ...model.image_files import read_image_file
+from ...model.image_files import ImageSource, read_image_source
 from ...model.image_limits import ImageError
 from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ..detections import (
@@ -19,24 +16,19 @@ from ..detections import (
     Detections,
     MaskFormat,
     SchedulingOptions,
+    check_options,
 )
 from ..errors import AccessError, ClientError, ClosedError, DeadlineError, RefusedError
 from ..messages import detections_from_response, request_from_options
-
-# Input image: content of a JPEG, PNG or WebP file, path of an image file, or RGB pixels [H, W, 3].
-ImageSource = bytes | Path | NDArray[np.uint8]
 
 # Outcome of one image: its detections or the error. OSError: the image's file cannot be read.
 ImageOutcome = Detections | ClientError | OSError
 
 TOO_LARGE_REMEDY = "send a smaller image, or start the server with a higher --max-message-mb"
 
-# gRPC's default message limit in bytes. For smaller requests the server's limit is not fetched,
-# because few servers have a limit below gRPC's default.
-_UNCHECKED_BYTES = 4 << 20
+# Lowest message limit of a server in bytes. For smaller requests the server's limit is not fetched.
+_UNCHECKED_BYTES = 1 << 20
 _STATUS_FROM_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
-
-_T = TypeVar("_T")
 
 
 def request_from_image(
@@ -47,56 +39,34 @@ def request_from_image(
 ) -> pb.DetectRequest:
     """Return the request message for an image.
 
-    An array is sent as PNG. A BMP or TIFF file that is given as a path is converted to PNG.
-    `request_id` may be empty. The server returns it with the response.
+    An array is sent as PNG. `request_id` may be empty. The server returns it with the response.
 
     Raises:
-        TypeError: `image` is not an `ImageSource`.
-        RefusedError: The array is empty or not of shape [H, W, 3]; or the path is a pipe or device;
-            or the image file exceeds `MAX_FILE_BYTES`, has an unsupported format, or is a damaged
-            BMP or TIFF. The status is INVALID_ARGUMENT.
+        RefusedError: `read_image_source` rejects the image. The status is INVALID_ARGUMENT.
+        TypeError: `image`, `options` or `scheduling` has a wrong type.
         OSError: The file cannot be read.
     """
+    check_options(options, scheduling)
     return request_from_options(_encoded_image(image), options, scheduling, request_id)
 
 
 def _encoded_image(image: ImageSource) -> bytes:
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, Path):
-        try:
-            return read_image_file(image)
-        except ImageError as error:
-            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
-    _check_pixels(image)
+    try:
+        source = read_image_source(image)
+    except ImageError as error:
+        raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+    if isinstance(source, bytes):
+        return source
     file = BytesIO()
     # Lowest compression level, because higher ones would slow down the client.
-    Image.fromarray(image).save(file, "PNG", compress_level=1)
+    Image.fromarray(source).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
-def _check_pixels(image: Any) -> None:
-    is_array = isinstance(image, np.ndarray)
-    if not is_array or image.dtype != np.uint8:
-        kind = f"array of {image.dtype}" if is_array else type(image).__name__
-        remedy = "; wrap a path in Path" if isinstance(image, str) else ""
-        raise TypeError(
-            "an image must be the bytes of a file, a pathlib.Path or a uint8 array [H, W, 3], not "
-            f"{kind}{remedy}"
-        )
-    if image.ndim != 3 or image.shape[2] != 3 or not image.size:
-        raise RefusedError(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"an array of shape {list(image.shape)} is not an image; it must be [H, W, 3] RGB and "
-            "not empty",
-        )
-
-
 def is_large(request: pb.DetectRequest) -> bool:
-    """Return whether a request exceeds 4 MiB, gRPC's default message limit.
+    """Return whether a request exceeds 1 MiB, the lowest message limit that a server can have.
 
-    If so, the request may also exceed the server's limit, so the caller must call `check_size`
-    before it sends the request.
+    If so, the caller must call `check_size` before it sends the request.
     """
     return request.ByteSize() > _UNCHECKED_BYTES
 
@@ -104,7 +74,7 @@ def is_large(request: pb.DetectRequest) -> bool:
 def is_unreachable(state: grpc.ChannelConnectivity) -> bool:
     """Return whether `state` means that the channel failed to connect to the server.
 
-    If so, the caller must not fetch the server's limits.
+    If so, the caller must send a large request without first fetching the server's limits.
     """
     # Otherwise, each large image would wait until a fetch of the limits has failed, one image after
     # the other.
@@ -152,53 +122,6 @@ def outcome_from_stream_response(
     return int(response.id), detections_from_response(response.response, mask_format)
 
 
-class DeferredErrors(Generic[_T]):
-    """Wrapper of an iterable. If the iterable raises an error, the iteration ends without raising.
-
-    The error is stored, and the method `check` raises it. The caller calls `check` after it has
-    delivered the results of the preceding items.
-    """
-
-    # If a stream's request iterator raised an error, gRPC would drop both the error and the
-    # outstanding responses.
-
-    def __init__(self, items: Iterable[_T] | AsyncIterable[_T]) -> None:
-        """Wrap an iterable. If it is sync, the wrapper supports both `for` and `async for`."""
-        self._items = items
-        self._error: Exception | None = None
-
-    def __iter__(self) -> Iterator[_T]:
-        assert isinstance(self._items, Iterable)
-        try:
-            # Not `yield from`, which would close the caller's generator.
-            for item in self._items:  # noqa: UP028
-                yield item
-        except Exception as error:
-            self._error = error
-
-    async def __aiter__(self) -> AsyncIterator[_T]:
-        try:
-            async for item in async_items(self._items):
-                yield item
-        except Exception as error:
-            self._error = error
-
-    def check(self) -> None:
-        """Raise the error that the wrapped iterable raised, if any."""
-        if self._error is not None:
-            raise self._error
-
-
-async def async_items(items: Iterable[_T] | AsyncIterable[_T]) -> AsyncIterator[_T]:
-    """Iterate over a sync or async iterable."""
-    if isinstance(items, AsyncIterable):
-        async for item in items:
-            yield item
-    else:
-        for item in items:
-            yield item
-
-
 class LostServerCheck:
     """Counter of consecutive requests without a response, which detects a lost server.
 
@@ -218,17 +141,16 @@ class LostServerCheck:
         self._unanswered = 0
 
     def check(self, outcome: ImageOutcome) -> ImageOutcome:
-        """Update the counter with the outcome of one request. Call it in the requests' order.
+        """Return a request's outcome, or raise it if the caller should send no more requests.
 
-        If the outcome is an error after which the caller should send no more requests, raise it.
-        Otherwise, return the outcome.
+        The method also updates the counter. Call it in the order of the requests.
 
         Raises:
             AccessError: The server denies access to this client.
             ClosedError: The client is closed.
-            RefusedError: The server does not serve the model that the requests name.
-            ClientError: The server counts as lost: `limit` (see the constructor) consecutive
-                requests, including this one, got no response.
+            RefusedError: The server does not serve the model or precision that the requests name.
+            ClientError: The server counts as lost, because it did not respond to `limit` (see the
+                constructor) consecutive requests, including this one.
         """
         if isinstance(outcome, AccessError | ClosedError) or (
             isinstance(outcome, RefusedError) and outcome.code is grpc.StatusCode.NOT_FOUND

@@ -31,9 +31,11 @@ REPORT_OPTIONS = (
         "--format", "formats", multiple=True, type=click.Choice(get_args(ReportFormat)),
         default=("pictures", "coco"), show_default=True,
         help="Output format; repeat the option for several. `pictures`: a PNG of each image with "
-        "its detections drawn. `coco`: one detections.json in COCO format. `numpy`: an NPZ of the "
-        "arrays of each image. A PNG or NPZ has the name of its image, as street.png for "
-        "street.jpg. If several images share that name, it includes the suffix, as street.jpg.png.",
+        "its detections drawn. `coco`: one detections.json in COCO's results format, whose image "
+        "ids are the names of the images without suffix, as integers if decimal. To evaluate "
+        "against annotations with other ids, use `maskrcnn eval`. `numpy`: an NPZ of the arrays of "
+        "each image. A PNG or NPZ has the name of its image, as street.png for street.jpg. If "
+        "several images share that name, it includes the suffix, as street.jpg.png.",
     ),
     click.option(
         "--score-threshold", type=FiniteRange(0, 1), default=0.5, show_default=True,
@@ -138,7 +140,7 @@ def credentials_from_options(
     `tls` states whether to use TLS. None: use it if a certificate, key or token file is given.
 
     Raises:
-        click.UsageError: the options contradict each other, or the token file is not valid.
+        click.UsageError: the options contradict each other, or a file is not valid.
     """
     from ..client import Credentials
 
@@ -149,11 +151,21 @@ def credentials_from_options(
         raise click.UsageError("--certificate and --key go together; give both or none")
     if any(files) and not uses_tls:
         raise click.UsageError("certificates require TLS; omit the certificates or --no-tls")
-    root, own, private = (None if path is None else path.read_bytes() for path in files)
-    token = None if token_file is None else _read_token(token_file)
     return Credentials(
-        root_certificate=root, certificate=own, key=private, token=token, tls=uses_tls
+        root_certificate=_read_pem(root_certificate, "certificate"),
+        certificate=_read_pem(certificate, "certificate"),
+        key=_read_pem(key, "private key"),
+        token=None if token_file is None else _read_token(token_file),
+        tls=uses_tls,
     )
+
+
+def _read_pem(path: Path | None, kind: str) -> bytes | None:
+    content = None if path is None else path.read_bytes()
+    # The label can have a prefix, such as in `-----BEGIN RSA PRIVATE KEY-----`.
+    if content is not None and f"{kind.upper()}-----".encode() not in content:
+        raise click.UsageError(f"{path} contains no {kind} in PEM format; give a PEM file")
+    return content
 
 
 def _read_token(path: Path) -> str:

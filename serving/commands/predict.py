@@ -68,8 +68,8 @@ def predict(
 
     MODEL is a bundle, a checkpoint, or a name from `maskrcnn weights list`, such as
     torchvision:maskrcnn_resnet50_fpn_v2. A checkpoint or named model is exported once into the
-    cache folder, in fp32 unless --precision is given. IMAGES are files and folders, without
-    subfolders.
+    cache folder, in fp32 unless --precision is given. IMAGES are image files, and folders of image
+    files. Images in subfolders are ignored.
     """
     from ..detections import DetectionOptions
     from .options import bundle_for_backend

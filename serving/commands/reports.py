@@ -12,14 +12,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from ...model.atomic_files import atomic_write
+from ...model.atomic_files import atomic_write, check_creatable
 from ...model.exit_signals import exit_on_signals
 from ...model.image_files import IMAGE_FILE_SUFFIXES, is_image_file, read_image_file
-from ...model.image_limits import ImageError
+from ...model.image_limits import ImageError, image_error_from_os_error
 from ...model.plurals import counted
 from ..config import ReportFormat
 from ..detections import Detections
-from ..errors import ClientError, image_error_from_os_error
+from ..errors import ClientError
 from ..result_formats import annotated_png, arrays_from_detections, coco_results, image_ids
 
 RESULTS_NAME = "detections.json"
@@ -95,12 +95,12 @@ def check_folder(folder: Path, files: Sequence[Path], formats: Collection[Report
             `pictures`, and `folder` holds an input image. If an input image is a symbolic link,
             both the link and its target count as input images.
     """
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        check_creatable(folder)
+    except OSError as error:
         raise click.UsageError(
-            f"{folder} cannot be written, because {existing} is not a folder that this user may "
-            "write to; choose another folder with --output"
-        )
+            f"{folder}: {error.strerror}; choose another folder with --output"
+        ) from None
     # If annotated images were in a folder of input images, the next run would use them as input.
     if "pictures" not in formats:
         return
@@ -204,10 +204,9 @@ class _Report:
         return None
 
     def finish(self) -> None:
-        """If at least one image has succeeded, write the COCO results and print the totals.
+        """Write the COCO results and print the totals, unless no image has succeeded.
 
-        If the run ended early, also print how many images were processed, including failed ones.
-        This message is printed even if no image has succeeded.
+        If the run ended early, always print how many images were processed, including failed ones.
         """
         if self._done < len(self._ids):
             images = counted(len(self._ids), "image")

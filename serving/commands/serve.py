@@ -292,8 +292,8 @@ def _models_in(folder: Path) -> list[Path]:
 def _checked(name: str, reference: str | Path) -> str:
     """Return `name` if it is a valid model name. Otherwise raise `click.UsageError`.
 
-    `reference` is the command-line argument that selects the model. The error message shows how to
-    write this argument with a valid name.
+    `reference` is the model as the user typed it. The error message shows how to give it another
+    name on the command line, as in `street=REFERENCE`.
     """
     if not re.fullmatch(MODEL_NAME, name):
         raise click.UsageError(

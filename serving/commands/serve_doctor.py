@@ -61,18 +61,18 @@ def diagnose(
 def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
     """Return the maximum total size in bytes of the request messages that a server holds at once.
 
-    `models` is the number of served models. Each message counts with its serialised size. A parsed
-    message takes several times as much memory until its image is decoded. The total includes
-    messages that are still being received: with one model, they are half of it; with several, less.
+    `models` is the number of served models. The total has the serialised sizes of the messages. A
+    parsed message takes several times as much memory until its image is decoded. Messages that are
+    still being received count too: with one model, they are half of the total; with several, less.
     """
     return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
 
 
 def _messages_per_slot(models: int) -> int:
-    """Return the maximum number of request messages in memory, divided by `queue_size`.
+    """Return the maximum number of request messages in memory, in multiples of `queue_size`.
 
-    The messages of all models count. `models` is the number of served models. The setting
-    `queue_size` is the maximum number of admission slots of one model.
+    `queue_size` is the setting for the number of admission slots of one model. `models` is the
+    number of served models. The messages of all of them count.
     """
     # Per model: an in-flight request, and one that waits for a slot. In addition: messages that are
     # being received, whose model is not known yet.

@@ -90,7 +90,7 @@ MODEL_STEP = "model"
 
 
 class Step(NamedTuple):
-    """Processing step of batches: its function, and the limit on concurrent batches."""
+    """One step of the processing of a batch: its function, and the limit on concurrent batches."""
 
     name: str
     # Takes the result of the previous step. The first step takes `ImageRequest`s of one input size,
@@ -122,9 +122,9 @@ class BatchSteps(Protocol):
 class StepChain:
     """Callable that runs all steps on a batch in the calling thread. Thread-safe.
 
-    The steps are divided into sections: each step whose `continues_section` is False begins a new
-    section. The `threads` of a section's first step is the maximum number of batches that are in
-    the section at once. Further batches wait.
+    A section is a group of successive steps with a common limit on concurrent batches. If the limit
+    is reached, further batches wait. A step whose `continues_section` is False begins a new
+    section, and its field `threads` is the limit of the section.
     """
 
     # One thread per batch, not one per step: fewer threads then compete for the GIL.

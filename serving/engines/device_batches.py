@@ -232,10 +232,11 @@ def message_overhead(classes: ClassTable) -> int:
 
 
 def is_serialised_on_device(request: ImageRequest) -> bool:
-    """Return whether a request has the mask format RLE and the encoder `encode_detections`.
+    """Return whether the device is to serialise the response to a request.
 
-    The device serialises the response to such a request, unless a mask exceeds the mask encoder's
-    buffers or a class is unknown; see `device_response`.
+    This is so if the mask format is RLE and the encoder is `encode_detections`. If a mask exceeds
+    the mask encoder's buffers or a class is unknown, the device cannot serialise the response; see
+    `device_response`.
     """
     return request.encoder is encode_detections and request.options.mask_format is MaskFormat.RLE
 

@@ -69,9 +69,9 @@ _MAX_DEVICE_PIXELS: Final = 1 << 24
 class DeviceSteps:
     """Steps that decode images, compute the model and encode masks on the backend's device.
 
-    If a request has the encoder `encode_detections` and the mask format RLE, and its masks fit the
-    mask encoder's buffers, the device also serialises the response. The last step then returns a
-    `TimedResponse` for this request.
+    The device also serialises the response to a request if the request's mask format is RLE, its
+    encoder is `encode_detections`, and its masks fit the mask encoder's buffers. The last step then
+    returns a `TimedResponse` for this request.
     """
 
     # Two more than `DeviceEngine.saturating_batches`, so that full batches are ready as soon as the
@@ -293,9 +293,10 @@ class DeviceSteps:
         }
 
     def _rles(self, batch: PastedBatch, chosen: NDArray[np.intp]) -> list[bytes]:
-        """Return the COCO RLE `counts` of the masks with the indices `chosen` in the batch.
+        """Return the COCO RLE `counts` of the masks with the indices `chosen`.
 
-        An index is image * D + detection, where D counts each image's detections and padding.
+        The batch has D masks per image, padding included. The mask of detection d of image i has
+        the index i * D + d.
         """
         # Masks that exceed the buffers are encoded again in a separate stream, because the stream
         # for pasting may already be waiting for the inference of the next batch.
@@ -314,10 +315,11 @@ class DeviceSteps:
         kept: NDArray[np.intp],
         counts: Iterator[bytes],
     ) -> Detections:
-        """Return the kept detections of the image with the index `row` in the batch.
+        """Return the detections to keep of one image of the batch.
 
-        `kept` are the indices of these detections within the image. For RLE masks, the next items
-        of `counts` are the COCO RLE `counts` of these detections.
+        `row` is the index of the image in the batch. `kept` are the indices of the detections in
+        the image. If RLE masks are requested, the next items of the iterator `counts` are these
+        detections' COCO RLE `counts`, one per detection.
         """
         image, options, _ = request
         _, boxes, scores, labels = (array[row] for array in batch.detections)

@@ -142,10 +142,10 @@ class HostProcessor:
             small: Maximum host memory of `prepare` in bytes.
 
         Returns:
-            item: Output of `prepare`. None: `prepare` was not called.
-            memory: Host memory in bytes that the caller must reserve. If `item` is None, reserve it
-                before calling `prepare`. If the engine is end-to-end, hold the reservation until
-                the engine has decoded the image. 0: reserve nothing.
+            item: Output of `prepare`. None: `prepare` takes more memory, and was not called.
+            memory: Host memory in bytes that the caller must reserve; may be 0. If `item` is None,
+                the memory is for `prepare`, which the caller calls next. Otherwise, it is for the
+                end-to-end engine: hold the reservation until the engine has decoded the image.
 
         Raises:
             ImageError: invalid image.
@@ -182,17 +182,18 @@ class HostProcessor:
     def respond(self, result: EngineResult, item: EngineItem) -> TimedResponse[Any]:
         """Convert the engine's result for an image to the encoded response.
 
+        The result of an end-to-end engine already is an encoded response, or an error.
+
         Args:
             result: The engine's result for the image.
             item: Output of `prepare` for the image.
 
         Returns:
-            The encoded response with its timing. The timing is all zeros unless the engine is
-            end-to-end.
+            The encoded response with its timing. If the engine is not end-to-end, the timing is
+            all zeros.
 
         Raises:
-            ImageError: `result` is this error, because an end-to-end engine could not decode the
-                image.
+            ImageError: `result` is this error: the end-to-end engine could not decode the image.
             BundleError: the bundle has no category for a label.
         """
         if isinstance(result, ImageError):

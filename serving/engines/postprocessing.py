@@ -179,9 +179,10 @@ def polygons_from_probabilities(
 
 
 class _Rings(NamedTuple):
-    """Closed outer outlines of N masks. The unit of coordinates is one mask sample.
+    """Outer outlines of N masks, as closed rings of points.
 
-    Each mask has a border of one sample of zeros. The origin is the border's top left corner.
+    The unit of the coordinates is one sample of a mask. Each mask was padded with one sample of
+    zeros on each side. The origin is the top left corner of the padded mask.
     """
 
     # [P, 2] x, y. Includes the points of holes, which `bounds` leaves out.

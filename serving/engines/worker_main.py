@@ -3,10 +3,10 @@
 The worker receives the engine's loader over its control connection. It replies with the engine's
 properties and one channel per concurrent batch.
 
-Channels pass arrays through shared memory. The parts of a message are its pickle and the pickle's
-out-of-band buffers. The sender writes the parts to memory that both processes map, then sends their
-sizes through a pipe. The memory has no name: it is freed when the processes end and does not count
-against /dev/shm.
+Channels pass arrays through shared memory. A message is pickled, with its arrays in out-of-band
+buffers. The sender writes the pickle and the buffers to memory that both processes map, then sends
+their sizes through a pipe. The memory has no name, so it is freed when the processes end, and does
+not count against /dev/shm.
 """
 
 import contextlib

@@ -112,8 +112,7 @@ class WorkerProcess(Generic[Item, Result]):
     def successor(self) -> Self:
         """Start a new process with the same engine and resources, and return its handle.
 
-        The caller must call `load` of the returned handle. The process of this handle keeps
-        running.
+        The caller must call `load` of the new handle. The old process keeps running.
         """
         return type(self)(self.loader, self.resources, self._hang_timeout_s)
 
@@ -144,9 +143,9 @@ class WorkerProcess(Generic[Item, Result]):
 
     @property
     def is_spare(self) -> bool:
-        """True if the worker computes on the CPU, but exists only because there are several GPUs.
+        """True if the worker is superfluous: started for an additional GPU, but running on the CPU.
 
-        This happens if the loaded backend cannot use GPUs. The worker is then superfluous.
+        This happens if the loaded backend cannot use GPUs.
         """
         return self.resources.is_for_gpu and self.info.device == "cpu"
 

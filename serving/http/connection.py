@@ -30,12 +30,11 @@ _MAX_PIPELINED: Final = 128
 
 
 class HttpConnection(HttpToolsProtocol):
-    """HTTP connection. It is closed if the client is slow or `max_connections` is exceeded."""
+    """HTTP connection. It is closed if the client is slow."""
 
-    def __init__(self, server: uvicorn.Server, settings: ServeConfig, max_connections: int) -> None:
+    def __init__(self, server: uvicorn.Server, settings: ServeConfig) -> None:
         super().__init__(server.config, server.server_state, app_state={})
         self._settings = settings
-        self._max_connections = max_connections
         # Size of the head that is being received. None: no head is expected.
         self._head_bytes: int | None = 0
         # Number of bytes received since the head or since the last part of the body.
@@ -54,14 +53,8 @@ class HttpConnection(HttpToolsProtocol):
         self._slow_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Start the timer that limits the time until the head of the first request has arrived.
-
-        If there are more than `max_connections` connections, abort this one instead.
-        """
+        """Start the timer that limits the time until the head of the first request has arrived."""
         super().connection_made(transport)
-        if len(self.connections) > self._max_connections:
-            transport.abort()
-            return
         _set_socket_options(transport.get_extra_info("socket"), self._settings.keepalive_s)
         self._expect_head()
 
@@ -82,7 +75,7 @@ class HttpConnection(HttpToolsProtocol):
         """Parse received data.
 
         A request is rejected if its head exceeds 64 KiB, or if more than 64 KiB of chunk extensions
-        and trailers arrive without body data in between.
+        or trailers arrive between two parts of its body or after the last part.
         """
         self._received = data
         self._bytes_since_body += len(data)
@@ -151,8 +144,9 @@ class HttpConnection(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Process a request as if it had no header Upgrade. Reject a CONNECT request.
 
-        The server speaks only HTTP/1.1. The parser would skip the body of a request with the header
-        Upgrade, so a new parser parses the request again, without the header.
+        The base class calls this method for both kinds of request. The server speaks only HTTP/1.1.
+        If a request has the header Upgrade, the parser would skip its body. Therefore, a new parser
+        parses the request again, without this header.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -201,10 +195,11 @@ class HttpConnection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Reject a request that cannot be parsed, and close the connection.
 
-        Send status 400, except in two cases. If earlier requests are unanswered, send only their
-        responses. If the invalid request has been answered before all of its body arrived, send
-        nothing. The message in the response is the parser's error, if there is one, otherwise
-        `msg`.
+        The response has status 400. Its message is the parser's error, or `msg` if there is none.
+        In two cases, this response is not sent:
+
+        - Earlier requests are unanswered: the connection is closed after their responses.
+        - The invalid request was already answered, before all of its body had arrived.
         """
         if self.pipeline and self.cycle.more_body:
             self.pipeline.popleft()  # the invalid request
@@ -250,7 +245,8 @@ class HttpConnection(HttpToolsProtocol):
     def _close_late(self) -> None:
         """Close the connection, because the head of the next request has not arrived in time.
 
-        Exception: if the server has paused reading, restart the timer that calls this method.
+        If the server itself has paused reading, do not close the connection: restart the timer that
+        calls this method.
         """
         self._head_timer = None
         if self.pipeline:  # the server has paused reading, so the client is not late
@@ -269,7 +265,10 @@ class HttpConnection(HttpToolsProtocol):
         self._slow_timer = self.loop.call_later(delay_s, act, *arguments)
 
     def _close_incomplete(self, cycle: object) -> None:
-        """Abort the connection if the body of `cycle`, an answered request, is incomplete."""
+        """Abort the connection if the rest of the body of the request `cycle` has not arrived.
+
+        The server has responded to `cycle` before all of its body arrived.
+        """
         if self.cycle is cycle and not self._is_body_complete:
             self.transport.abort()
 

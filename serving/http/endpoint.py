@@ -148,7 +148,7 @@ class HttpCall(CallOutcome):
 
 @dataclass(frozen=True)
 class Transport:
-    """Access control, tracer and settings of all HTTP requests, shared with the gRPC server."""
+    """Access control, tracer and settings of the server. HTTP and gRPC use the same objects."""
 
     access: AccessInterceptor
     tracer: Tracer

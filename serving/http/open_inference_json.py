@@ -284,7 +284,7 @@ def _infer_message(
 def parameter_messages(
     kind: Callable[..., _Parameter], parameters: Mapping[str, bool | int | float | str]
 ) -> dict[str, _Parameter]:
-    """Return each parameter as a message of type `kind`, by the parameter's name."""
+    """Convert parameters to protobuf messages of type `kind`, and return the messages by name."""
     return {n: kind(**{_PARAMETER_FIELDS[type(v)]: v}) for n, v in parameters.items()}
 
 

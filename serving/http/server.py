@@ -7,7 +7,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,7 +21,7 @@ from ..config import ServeConfig, address_of
 from ..monitoring.logs import shorten_accept_failures
 from ..open_inference.service import InferenceService
 from ..pipeline.pipeline import ModelRepository
-from ..rpc.listener import listening_socket
+from ..rpc.listener import BACKLOG, listening_socket
 from ..rpc.services import DetectorService
 from .connection import HttpConnection
 from .detection import DetectionRoutes
@@ -122,6 +122,7 @@ class HttpServer:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         shorten_accept_failures()
         self._settings = config
+        self._max_connections = max_connections
         self._config = uvicorn.Config(
             app,
             http=HttpConnection,
@@ -134,7 +135,7 @@ class HttpServer:
             headers=list(_SECURITY_HEADERS.items()),
             timeout_keep_alive=_IDLE_S,
         )
-        self._server = _UvicornServer(self._config, config, max_connections)
+        self._server = _UvicornServer(self._config, config)
 
     @contextlib.asynccontextmanager
     async def running(self, context: ssl.SSLContext | None) -> AsyncIterator[None]:
@@ -150,7 +151,8 @@ class HttpServer:
         listener = listening_socket(host, self._settings.http_port or 0, "http_port")
         scheme, port = "https" if context else "http", listener.getsockname()[1]
         self._server.context = context
-        self._task = asyncio.create_task(self._server.serve([listener]))
+        limited = _LimitedListener(listener, self._max_connections)
+        self._task = asyncio.create_task(self._server.serve([limited]))
         _log.info("HTTP at %s://%s/", scheme, address_of(host, port))
         try:
             yield
@@ -167,13 +169,46 @@ class HttpServer:
         await self._task
 
 
-class _UvicornServer(uvicorn.Server):
-    """uvicorn server that handles no signals, and limits the number of connections."""
+class _LimitedListener(socket.socket):
+    """Listening socket that closes new connections while too many are open."""
 
-    def __init__(self, config: uvicorn.Config, settings: ServeConfig, max_connections: int) -> None:
+    # Connections are counted here, because asyncio reports one only after its TLS handshake.
+
+    def __init__(self, listener: socket.socket, max_connections: int) -> None:
+        """Take over the file descriptor of a listening socket."""
+        super().__init__(fileno=listener.detach())
+        self._max_connections = max_connections
+        self._connections: set[socket.socket] = set()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. If it exceeds the limit, close it and raise an error."""
+        connection, address = super().accept()
+        if len(self._connections) >= self._max_connections:
+            connection.close()
+            raise ConnectionAbortedError  # asyncio ignores it
+        return _CountedConnection(connection, self._connections), address
+
+
+class _CountedConnection(socket.socket):
+    """Accepted connection that is in a set until it is closed."""
+
+    def __init__(self, accepted: socket.socket, connections: set[socket.socket]) -> None:
+        """Take over the file descriptor of a connection, and add this object to the set."""
+        super().__init__(accepted.family, accepted.type, accepted.proto, accepted.detach())
+        self._connections = connections
+        connections.add(self)
+
+    def close(self) -> None:
+        self._connections.discard(self)
+        super().close()
+
+
+class _UvicornServer(uvicorn.Server):
+    """uvicorn server that handles no signals."""
+
+    def __init__(self, config: uvicorn.Config, settings: ServeConfig) -> None:
         super().__init__(config)
         self._settings = settings
-        self._max_connections = max_connections
         self.context: ssl.SSLContext | None = None
 
     @contextlib.contextmanager
@@ -182,13 +217,17 @@ class _UvicornServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         def protocol() -> asyncio.Protocol:
-            return HttpConnection(self, self._settings, self._max_connections)
+            return HttpConnection(self, self._settings)
 
         handshake_s = _HANDSHAKE_S if self.context else None
         loop = asyncio.get_running_loop()
         self.servers = [
             await loop.create_server(
-                protocol, sock=listener, ssl=self.context, ssl_handshake_timeout=handshake_s
+                protocol,
+                sock=listener,
+                backlog=BACKLOG,  # the default is less than that of `listening_socket`
+                ssl=self.context,
+                ssl_handshake_timeout=handshake_s,
             )
             for listener in sockets or []
         ]

@@ -236,7 +236,7 @@ class AccessLog:
         self._log(f"request for {model or 'an unknown model'}", peer, failure, fields)
 
     def log_rejected_call(self, method: str, peer: str, failure: Exception) -> None:
-        """Log a rejected call. The line names the method, because the model may be unknown."""
+        """Log a call that was rejected, perhaps before the server knew its model."""
         self._log(f"call of {method}", peer, failure, {"method": method})
 
     def _log(

@@ -216,7 +216,9 @@ def _own_sockets() -> Iterator[_Socket]:
 
 def _socket_inodes(process: int) -> Iterator[str]:
     folder = Path("/proc", str(process), "fd")
-    with contextlib.suppress(FileNotFoundError):  # the process has ended
+    # FileNotFoundError: the process has ended. PermissionError: it has ended, but its parent has
+    # not waited for it yet.
+    with contextlib.suppress(FileNotFoundError, PermissionError):
         for descriptor in os.listdir(folder):
             with contextlib.suppress(FileNotFoundError):  # closed since the folder was listed
                 if match := _SOCKET.fullmatch(os.readlink(folder / descriptor)):

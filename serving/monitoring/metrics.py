@@ -20,6 +20,7 @@ from ..errors import (
     ForbiddenError,
     InvalidRequestError,
     ModelNotFoundError,
+    PrecisionNotFoundError,
     QueueFullError,
     RateLimitError,
     ServingError,
@@ -68,6 +69,7 @@ _REASONS: Final[Mapping[type[BaseException], Reason]] = {
     ImageError: Reason("invalid", "OTHER"),
     InvalidRequestError: Reason("invalid", "OTHER"),
     ModelNotFoundError: Reason("not_found", "OTHER"),
+    PrecisionNotFoundError: Reason("not_found", "OTHER"),
     UnauthenticatedError: Reason("unauthenticated", "OTHER"),
     ForbiddenError: Reason("forbidden", "OTHER"),
 }
@@ -124,7 +126,7 @@ class ModelStatistics:
 
     @property
     def failures(self) -> Mapping[str, int]:
-        """Map from reason, one of `TRITON_REASONS`, to number of failed requests."""
+        """Number of failed requests by reason (one of `TRITON_REASONS`)."""
         with self._lock:
             return dict(self._failures)
 
@@ -178,7 +180,7 @@ def _duration(count: int, us: int) -> pb.StatisticDuration:
 
 
 class _ImageHistograms(NamedTuple):
-    """Histograms of images' durations and batch sizes, for one model in one precision."""
+    """Histograms of processing times and batch sizes, for one model in one precision."""
 
     decode: Histogram
     queue: Histogram

@@ -202,7 +202,7 @@ class OpenTelemetryTracer(Tracer):
 
     @contextmanager
     def call(self, method: str, context: CallContext) -> Iterator[None]:
-        """Record a span with the attributes of OpenTelemetry's conventions for gRPC."""
+        """Record a span of the gRPC call, with the attributes of OpenTelemetry's conventions."""
         service, _, name = method.removeprefix("/").rpartition("/")
         attributes = {
             "rpc.system": "grpc",
@@ -226,7 +226,7 @@ class OpenTelemetryTracer(Tracer):
     def http_request(
         self, method: str, route: str, context: CallContext
     ) -> Iterator[Callable[[int], None]]:
-        """Record a span with the attributes of OpenTelemetry's conventions for HTTP."""
+        """Record a span of the HTTP request, with the attributes of OpenTelemetry's conventions."""
         attributes = {
             "http.request.method": method,
             "http.route": route,
@@ -256,7 +256,7 @@ class OpenTelemetryTracer(Tracer):
 
     @contextmanager
     def image(self) -> Iterator[Callable[[Timing], None]]:
-        """Record a span of the image. The yielded function adds a child span for each stage."""
+        """Record a span of the image, and yield a function that adds a child span per stage."""
         with self._tracer.start_as_current_span("detect") as span:
             yield partial(self._add_stages, span)
 

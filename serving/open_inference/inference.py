@@ -119,16 +119,19 @@ async def _detect_all(
     # for admitted requests.
     sources = (await pipeline.threads.run(scheduling.peer, decode_input, images)).value
     del images
+    tasks = [
+        asyncio.create_task(_detect(pipeline, model, index, source, options, scheduling))
+        for index, source in enumerate(sources)
+    ]
+    del sources
+    # Not a TaskGroup: if an image fails while the request is being cancelled, a TaskGroup of Python
+    # 3.11 or 3.12 raises only the error of the image, and the request goes on.
     try:
-        async with asyncio.TaskGroup() as tasks:
-            detecting = [
-                tasks.create_task(_detect(pipeline, model, index, source, options, scheduling))
-                for index, source in enumerate(sources)
-            ]
-            del sources
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in detecting]
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def _detect(
@@ -163,8 +166,8 @@ def _scheduling_options(
         peer: Client address, as `context.peer()` returns it.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, or `name` has a precision suffix, and the
-            parameter `precision` is another precision.
+        InvalidRequestError: a parameter is out of range, or the parameter `precision` contradicts
+            the precision suffix of `name`.
     """
     precision = parameters.get("precision") or model.names[name]
     model.check_precision(name, precision)

@@ -253,13 +253,13 @@ def split_raw(name: str, raw: bytes, count: int) -> list[bytes]:
         if end > len(raw):
             raise InvalidRequestError(
                 f"the raw contents of input {name!r} end within element {len(strings)} of "
-                f"{count}; each element must follow its length, a little-endian 4-byte number"
+                f"{count}; put the length of each element, a little-endian 4-byte number, before it"
             )
         strings.append(raw[start:end])
     if end < len(raw):
         raise InvalidRequestError(
-            f"the raw contents of input {name!r} have {len(raw) - end} bytes more than the "
-            f"{count} elements of its shape"
+            f"the raw contents of input {name!r} have {len(raw) - end} bytes after the last of its "
+            f"{count} elements; correct the contents, or the shape of the input"
         )
     return strings
 

@@ -217,7 +217,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         await self._streams.process(requests, respond, context, in_order=True)
 
     def _image_count(self, request: pb.ModelInferRequest) -> int:
-        """Return the number of images: the input's shape[0]. 1 if there is no valid shape[0]."""
+        """Return the number of images: shape[0] of the input, or 1 if shape[0] is invalid."""
         shape = request.inputs[0].shape if request.inputs else ()
         return shape[0] if shape and 1 <= shape[0] <= self._config.images_per_request else 1
 

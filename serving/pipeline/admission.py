@@ -41,12 +41,15 @@ class AdmissionController:
       round-robin order. If the free slots are too few for this connection's request, all other
       requests wait too, so that large requests are not overtaken forever.
 
-    While any slot is in use, the total number of slots is the number of images that the server, at
-    its recent service rate, can compute within `max_wait_s`, but at least `min_capacity` and at
-    most the constructor's `capacity`. Therefore, if at least `min_capacity` slots are in use and
-    the estimated queue time exceeds `max_wait_s`, no slot is free. Requests beyond the fair share
-    are then rejected immediately, except requests of streams. Batches are also formed fairly
-    between connections, so requests within the fair share are computed within `max_wait_s`.
+    While any slot is in use, the number of slots depends on the recent service rate: it is the
+    number of images that the server can compute within `max_wait_s`, but at least `min_capacity`
+    and at most the constructor's `capacity`. The effects are:
+
+    - If the estimated queue time exceeds `max_wait_s`, and at least `min_capacity` slots are in
+      use, no slot is free. Requests beyond the fair share are then rejected immediately, except
+      requests of streams.
+    - Requests within the fair share are computed within `max_wait_s`, because batches are also
+      formed fairly between connections.
     """
 
     def __init__(self, capacity: int, max_wait_s: float = math.inf, min_capacity: int = 1) -> None:
@@ -144,8 +147,8 @@ class AdmissionController:
 
         Raises:
             QueueFullError: `wait` is False, and `check` rejects the request. Or the queue of
-                waiting requests is full, and `_make_room` rejects the request, either on arrival or
-                later to make room for a newer request.
+                waiting requests is full. A full queue rejects a request when it arrives, or later,
+                to make room for a newer request of another connection.
         """
         if not wait:
             self.check(peer, slots)
@@ -178,11 +181,11 @@ class AdmissionController:
     def _make_room(self, peer: str) -> None:
         """If the queue is full, reject a waiting request to make room for a request of `peer`.
 
-        The rejected request is the newest of the connection that has the most waiting requests.
+        The rejected request is the newest one of the connection with the most waiting requests.
 
         Raises:
-            QueueFullError: the queue is full, and with one more waiting request, `peer` would have
-                at least as many waiting requests as any other connection.
+            QueueFullError: the queue is full, and the new request would give `peer` at least as
+                many waiting requests as any other connection has.
         """
         if sum(map(len, self._waiting.values())) < self._max_capacity:
             return

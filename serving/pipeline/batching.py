@@ -16,7 +16,7 @@ from ..detections import DEFAULT_SCHEDULING, SchedulingOptions
 from ..engines.worker_process import WorkerProcess
 from ..errors import BackendDownError, BackendError, ServingError
 from ..host import name_thread
-from .scheduling import BatchPolicy, Schedule, Ticket, time_limit
+from .scheduling import BatchPolicy, Reservation, Schedule, Ticket, time_limit
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class BatchResult(NamedTuple, Generic[Result]):
 class _PendingItem(Generic[Item, Result]):
     item: Item
     model: str
+    memory: Reservation | None
     result: asyncio.Future[BatchResult[Result]]
 
 
@@ -152,11 +153,20 @@ class Batcher(Generic[Item, Result]):
             raise
 
     async def infer(
-        self, item: Item, scheduling: SchedulingOptions = DEFAULT_SCHEDULING
+        self,
+        item: Item,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
+        memory: Reservation | None = None,
     ) -> BatchResult[Result]:
         """Queue an item, and return its result when its batch has been computed.
 
         If the calling task is cancelled while the item is queued, the item leaves the queue.
+
+        Args:
+            item: Input of the engine for one image.
+            scheduling: Model, priority and connection of the request.
+            memory: Reserved memory in which the engine decodes the image. It stays reserved until
+                the item's batch ends, even if the calling task is cancelled.
 
         Raises:
             BackendDownError: no worker is up, all workers go down while the item is queued, or the
@@ -167,7 +177,7 @@ class Batcher(Generic[Item, Result]):
         if not self.is_up:
             raise _down_error()
         result: asyncio.Future[BatchResult[Result]] = asyncio.get_running_loop().create_future()
-        pending = _PendingItem(item, scheduling.model, result)
+        pending = _PendingItem(item, scheduling.model, memory, result)
         ticket = self._schedule.add(pending, item.bucket, scheduling, time.monotonic())
         # In all other cases `run` wakes without this event: when a batch ends, or when the oldest
         # item is due.
@@ -185,7 +195,10 @@ class Batcher(Generic[Item, Result]):
                 tasks.create_task(self._keep_up(index))
             while True:
                 worker, batch = await self._next_batch()
-                tasks.create_task(self._compute(worker, batch))
+                computing = tasks.create_task(self._compute(worker, batch))
+                for ticket in batch:
+                    if ticket.item.memory is not None:
+                        ticket.item.memory.hold_until_done(computing)
 
     def close(self) -> None:
         """Wait for the in-flight batches and end the worker processes. Idempotent."""
@@ -219,7 +232,7 @@ class Batcher(Generic[Item, Result]):
                     await self._changed.wait()
 
     def _least_busy(self) -> _WorkerState[Item, Result] | None:
-        """Return the worker with the fewest in-flight batches. None: no worker accepts a batch.
+        """Return the worker with the fewest in-flight batches, or None if no worker accepts one.
 
         In case of a tie, return the worker whose latest batch started the longest time ago.
         """
@@ -300,13 +313,13 @@ class Batcher(Generic[Item, Result]):
         process.warm_up(self._policy.max_batch)
 
     def _check_backend(self, process: WorkerProcess[Item, Result]) -> None:
-        """Check that a loaded process can compute the batches of the other workers.
+        """Check that a loaded process can compute the same batches as the first worker.
 
-        Processes with the backend `auto` may choose different backends when they load.
+        With the backend `auto`, worker processes may choose different backends.
 
         Raises:
-            BackendError: the engines of this process and of the first worker have different input
-                sizes, or one engine takes encoded images and the other one takes pixels.
+            BackendError: the process and the first worker differ in the input sizes of their
+                engines, or in the engines' kind of input: encoded images or pixels.
         """
         own, first = process.info, self.info
         if (own.is_end_to_end, own.buckets) != (first.is_end_to_end, first.buckets):

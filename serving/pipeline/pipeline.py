@@ -19,7 +19,7 @@ from ..host import in_daemon_thread
 from ..monitoring.telemetry import Telemetry
 from .admission import AdmissionController
 from .batching import BatchResult
-from .scheduling import TimedResult, timed
+from .scheduling import Reservation, TimedResult, timed
 from .served_model import ModelBatcher, ModelLifecycle, ModelSource, ServedModel
 from .shared_resources import SharedResources
 
@@ -81,8 +81,7 @@ class Pipeline:
     def stream_window(self) -> int:
         """Maximum number of in-flight images per stream.
 
-        These images fill N + 1 batches, where N is the number of batches that all workers of the
-        model together can have in flight.
+        These images fill all batches that the model's workers can have in flight, plus one batch.
         """
         return (self.model.batcher().concurrency + 1) * self._config.max_batch
 
@@ -99,7 +98,7 @@ class Pipeline:
         Raises:
             ImageError: the image is invalid, or decoding it needs more memory than the server
                 allows per image.
-            InvalidRequestError: the requested precision is not served.
+            PrecisionNotFoundError: the requested precision is not served.
             BackendDownError, BackendError, BundleError: see `Batcher.infer`.
         """
         source, scheduling = request.source, request.scheduling
@@ -119,10 +118,8 @@ class Pipeline:
                 # The encoded image can be large. Without this reference, it can be freed while the
                 # request waits for a batch.
                 del source
-                decoded = await preparing
-                if not batcher.info.is_end_to_end:
-                    await memory.aclose()
-                result = await batcher.infer(decoded.value, scheduling)
+                decoded, reserved = await preparing
+                result = await batcher.infer(decoded.value, scheduling, reserved)
             if batcher.info.is_end_to_end:  # the engine encoded the response already
                 encoded = timed(host.respond, result.value, decoded.value)
             else:
@@ -140,11 +137,11 @@ class Pipeline:
         source: SourceImage,
         peer: str,
         memory: contextlib.AsyncExitStack,
-    ) -> TimedResult[EngineItem]:
+    ) -> tuple[TimedResult[EngineItem], Reservation | None]:
         """Convert an image to the engine's input.
 
-        If decoding needs a reservation of host memory, the reservation lasts until the caller
-        closes `memory`.
+        Also return the host memory that is reserved for an engine that decodes the image itself.
+        The reservation lasts until the caller closes `memory`. None: nothing is reserved.
         """
         small = self.decode_memory.small
         if host.is_quick(source):
@@ -153,16 +150,19 @@ class Pipeline:
             first = await self.threads.run(peer, host.prepare_small, source, small)
         item, needed = first.value
         elapsed_s, waited_s = first.elapsed_s, first.waited_s
+        reserved = None
         if needed:
             start = time.perf_counter()
-            await memory.enter_async_context(self.decode_memory.reserve(peer, needed))
+            reserved = await memory.enter_async_context(self.decode_memory.reserve(peer, needed))
             waited_s += time.perf_counter() - start
         if item is None:
-            preparing = self.threads.run(peer, host.prepare, source)
+            preparing = self.threads.run(peer, host.prepare, source, memory=reserved)
             del source
             item, own_s, own_wait_s = await preparing
             elapsed_s, waited_s = elapsed_s + own_s, waited_s + own_wait_s
-        return TimedResult(item, elapsed_s, waited_s)
+            await memory.aclose()  # the image is decoded
+            reserved = None
+        return TimedResult(item, elapsed_s, waited_s), reserved
 
     def _observe(
         self,
@@ -173,12 +173,17 @@ class Pipeline:
     ) -> None:
         """Report the service time of one processed image to admission control.
 
-        `decoded`, `result` and `encoded` are the outputs of the image's decoding, inference and
-        encoding. `batcher` has computed the image's batch.
+        The service time is the longer of these two times:
 
-        The service time is the longer of two times. The first is the batch's duration, divided by
-        the batch size and by the number of batches that the workers can have in flight. The second
-        is the image's decode and encode time, divided by the size of the thread pool.
+        - The duration of the image's batch, divided by the batch size and by the number of batches
+          that the workers can have in flight.
+        - The image's decode and encode time, divided by the size of the thread pool.
+
+        Args:
+            decoded: Output of the image's decoding.
+            result: Output of the image's inference.
+            encoded: Output of the encoding of the image's detections.
+            batcher: Batcher that computed the image's batch.
         """
         infer_s = result.infer_s / result.batch_size / batcher.concurrency
         host_s = (decoded.elapsed_s + encoded.elapsed_s) / self.threads.size
@@ -272,7 +277,8 @@ class ModelRepository:
 
         Raises:
             ModelNotFoundError: no served model and no manifest has this name.
-            BundleError: no pipeline was found, and a bundle's manifest cannot be read.
+            BundleError: no pipeline was found, but the manifest of a bundle, which may have this
+                name, cannot be read.
         """
         try:
             return self.find(name)
@@ -293,8 +299,8 @@ class ModelRepository:
 
         Raises:
             BundleError, BackendError: see `ServedModel.load`.
-            ServingError: two models share a name. Each model has the names NAME and, for each
-                loaded precision, `NAME-PRECISION`.
+            ServingError: two models share a name, such as `street` or `street-fp16`: each model has
+                such a second name per loaded precision.
         """
         for pipeline in self.pipelines:
             await pipeline.model.load()
@@ -330,12 +336,11 @@ class ModelRepository:
     def check_admission(self, method: str, peer: str) -> None:
         """Check, before a request is read, that its connection may have one more image in flight.
 
-        The model of the request is not known yet, so it suffices that one model admits the image.
-        If no model does, the metrics count a failed request for the first model.
+        The model of the request is not known yet, so the check passes if any model of the server
+        admits the image. Otherwise, the metrics count a failed request for the first model.
 
         Raises:
-            QueueFullError: at each model, the image would have to wait for an admission slot, and
-                exceeds the connection's fair share of the slots.
+            QueueFullError: `AdmissionController.check` rejects the image at every model.
         """
         failures = []
         for pipeline in self.pipelines:

@@ -94,7 +94,7 @@ class Schedule(Generic[T]):
     def add(
         self, item: T, bucket: ShapeBucket, scheduling: SchedulingOptions, now: float
     ) -> Ticket[T]:
-        """Queue an item for a batch of its input size `bucket`, and return the item's ticket."""
+        """Add an item to the queue of its input size, `bucket`, and return the item's ticket."""
         mine = self._connections.setdefault((scheduling.peer, scheduling.priority), [])
         last = mine[-1].service_tag if mine else 0
         tag = max(self._virtual_time, last) + _WEIGHT ** (scheduling.priority - 1)
@@ -106,8 +106,9 @@ class Schedule(Generic[T]):
     def affects_next_start(self, bucket: ShapeBucket) -> bool:
         """Return whether the newest item of `bucket` can change the start time of the next batch.
 
-        It can if it completes a batch. It also can if it is the only item of its bucket: its batch
-        may then start once the item has waited `max_delay_s`.
+        The item can do so in two cases: it completes a batch, or it is the only item of its bucket,
+        so that a batch is due once the item has waited `max_delay_s`. In all other cases, the task
+        that starts batches need not wake.
         """
         waiting = len(self._queues[bucket])
         return waiting == 1 or self._policy.size_of(waiting, overdue=False) > 0
@@ -158,7 +159,7 @@ class Schedule(Generic[T]):
     def due(self) -> float | None:
         """Return the time in seconds at which the oldest item will have waited `max_delay_s`.
 
-        The time has the same origin as `now` in `add`. None: no item is queued.
+        The time has the same origin as `now` in `add`. If no item is queued, return None.
         """
         return min((ticket.arrival + self._policy.max_delay_s for ticket in self), default=None)
 
@@ -187,8 +188,8 @@ def timed(work: Callable[..., Value], *arguments: Any) -> TimedResult[Value]:
 class FairSemaphore:
     """Semaphore whose free units go to the waiting connections in round-robin order.
 
-    If too few units are free for the next acquisition in this order, the acquisitions behind it
-    wait too, so that large ones are not delayed forever.
+    If too few units are free for the next connection in this order, all connections wait, so that
+    small acquisitions cannot delay a large one forever.
 
     Call the methods from one event loop only.
     """
@@ -245,6 +246,34 @@ class FairSemaphore:
                 acquired.set_result(None)
 
 
+class Reservation:
+    """Reserved memory, which is released when its last holder has dropped it.
+
+    The caller that reserved the memory is the first holder. Call the methods from one event loop
+    only.
+    """
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        """Create a reservation with one holder. `release` releases the memory."""
+        self._release = release
+        self._holders = 1
+
+    def hold(self) -> None:
+        """Add a holder, which must call `drop` when it no longer needs the memory."""
+        self._holders += 1
+
+    def hold_until_done(self, task: asyncio.Task[None]) -> None:
+        """Add a holder, and remove it when a task is done."""
+        self.hold()
+        task.add_done_callback(lambda _: self.drop())
+
+    def drop(self) -> None:
+        """Remove a holder. If it was the last holder, release the memory."""
+        self._holders -= 1
+        if not self._holders:
+            self._release()
+
+
 class FairThreadPool:
     """Thread pool whose free threads go to the waiting connections in round-robin order.
 
@@ -260,7 +289,11 @@ class FairThreadPool:
         )
 
     async def run(
-        self, peer: str, work: Callable[..., Value], *arguments: Any
+        self,
+        peer: str,
+        work: Callable[..., Value],
+        *arguments: Any,
+        memory: Reservation | None = None,
     ) -> TimedResult[Value]:
         """Call a function in a thread. Return its value, duration and queue time (in seconds).
 
@@ -272,6 +305,8 @@ class FairThreadPool:
                 are shared fairly between connections.
             work: Function to call.
             arguments: Arguments of the function.
+            memory: Reserved memory that the function uses. It stays reserved until the function
+                ends, even if the calling task is cancelled.
 
         Raises:
             RuntimeError: a new thread is needed, but cannot be started. Errors of the function are
@@ -286,7 +321,9 @@ class FairThreadPool:
             self._threads.release()
             raise
         # The thread is busy until the call ends, even if the caller is cancelled.
-        running.add_done_callback(self._release_callback(asyncio.get_running_loop()))
+        if memory is not None:
+            memory.hold()
+        running.add_done_callback(self._release_callback(asyncio.get_running_loop(), memory))
         result: TimedResult[Value] = await asyncio.wrap_future(running)
         return result._replace(waited_s=waited_s)
 
@@ -299,12 +336,19 @@ class FairThreadPool:
         """Wait for the running functions, and end the threads."""
         self._executor.shutdown()
 
-    def _release_callback(self, loop: asyncio.AbstractEventLoop) -> Callable[[Future[Any]], None]:
-        def release(_: Future[Any]) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed, so no call waits
-                loop.call_soon_threadsafe(self._threads.release)
+    def _release_callback(
+        self, loop: asyncio.AbstractEventLoop, memory: Reservation | None
+    ) -> Callable[[Future[Any]], None]:
+        def release() -> None:
+            self._threads.release()
+            if memory is not None:
+                memory.drop()
 
-        return release
+        def schedule(_: Future[Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, so no call waits
+                loop.call_soon_threadsafe(release)
+
+        return schedule
 
 
 def request_deadline(

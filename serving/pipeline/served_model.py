@@ -22,7 +22,12 @@ from ..config import ServeConfig
 from ..engines.base import EngineItem, EngineResult
 from ..engines.bundle_engine import BundleLoader
 from ..engines.worker_process import WorkerProcess, assign_resources, start_workers
-from ..errors import BackendError, InvalidRequestError, UnloadedError
+from ..errors import (
+    BackendError,
+    InvalidRequestError,
+    PrecisionNotFoundError,
+    UnloadedError,
+)
 from ..host import in_daemon_thread
 from ..monitoring.metrics import Metrics
 from .batching import START_TIMEOUT_S, Batcher
@@ -74,7 +79,7 @@ class ModelSource(NamedTuple):
 
 
 def versions_in(folder: Path) -> list[str]:
-    """Return the numeric names of the subfolders with a bundle, in ascending numerical order."""
+    """Return the versions in a folder, ascending: numeric names of subfolders with a bundle."""
     names = (path.parent.name for path in folder.glob(f"*/{MANIFEST_NAME}"))
     return sorted((name for name in names if re.fullmatch("[1-9][0-9]*", name)), key=int)
 
@@ -146,15 +151,15 @@ class ServedModel:
         return tuple(self.batchers)
 
     def batcher(self, precision: str | None = None) -> ModelBatcher:
-        """Return the batcher of a precision. None: the default precision.
+        """Return the batcher of `precision`, or of the default precision if that is None.
 
         Raises:
-            InvalidRequestError: the precision is not served.
+            PrecisionNotFoundError: the precision is not served.
         """
         try:
             return self.batchers[precision or self.precisions[0]]
         except KeyError:
-            raise InvalidRequestError(
+            raise PrecisionNotFoundError(
                 f"precision {precision!r} is not served; choose from {', '.join(self.precisions)}"
             ) from None
 
@@ -177,7 +182,7 @@ class ServedModel:
 
     @property
     def states(self) -> dict[str, bool]:
-        """Map each name of the model (NAME, NAME-PRECISION) to whether it can process requests."""
+        """Whether the model can process requests, by model name (NAME or NAME-PRECISION)."""
         # Metrics are also collected before the model is loaded. It has no batchers then.
         is_loaded = bool(self.batchers) and not self.is_unloaded
         return {
@@ -298,7 +303,7 @@ class ModelLifecycle:
         Raises:
             BundleError: the bundle is missing, damaged or lacks a configured precision.
             BackendError: a backend does not run on this machine, memory does not suffice for the
-                old and the new model, or loading takes too long (`_load_within_limit`).
+                old and the new model, or loading takes longer than 600 s per precision.
             ReloadError: another served model has one of the names of the reloaded model.
         """
         async with self._changing:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Final
 
 from ...model.host_resources import memory_limit
@@ -13,7 +14,7 @@ from ...model.image_limits import ImageError
 from ..config import ServeConfig
 from ..errors import QueueFullError, RateLimitError
 from ..monitoring.telemetry import Telemetry
-from .scheduling import FairSemaphore, FairThreadPool
+from .scheduling import FairSemaphore, FairThreadPool, Reservation
 
 # Maximum number of open gRPC calls per admission slot. This limits the responses that are held in
 # memory for slow clients.
@@ -173,11 +174,11 @@ class RateLimits:
 class DecodeMemory:
     """Budget of host memory for decoding images.
 
-    A quarter of the budget is divided equally among the threads of the server's thread pool,
-    `small` bytes for each thread. An image that one of these threads decodes with at most `small`
-    bytes reserves nothing. Other images, including small ones that a worker process decodes,
-    reserve memory from the remaining three quarters, and wait if too little is free. Connections
-    get memory in round-robin order; see `FairSemaphore`.
+    A quarter of the budget is set aside for small images: `small` bytes for each thread of the
+    server's thread pool. If such a thread decodes an image in at most `small` bytes, the image
+    reserves nothing. All other images reserve memory from the remaining three quarters, and wait if
+    too little is free. So do small images that a worker process decodes. Connections get memory in
+    round-robin order; see `FairSemaphore`.
 
     Call the methods from one event loop only.
     """
@@ -198,8 +199,11 @@ class DecodeMemory:
         return self._bytes.in_use
 
     @asynccontextmanager
-    async def reserve(self, peer: str, size: int) -> AsyncIterator[None]:
+    async def reserve(self, peer: str, size: int) -> AsyncIterator[Reservation]:
         """Reserve memory within the `with` block. If too little memory is free, wait for it.
+
+        The memory stays reserved after the block until all holders of the `Reservation` have
+        dropped it.
 
         Args:
             peer: gRPC peer of the request; it identifies the client's connection.
@@ -211,16 +215,19 @@ class DecodeMemory:
         if size > self.largest:
             raise ImageError(
                 f"decoding the image takes {size >> 20} MiB of memory, but the server allows "
-                f"{self.largest >> 20} MiB per image; send a smaller image, or raise the server's "
-                f"decode_memory_mb ({self.limit >> 20})"
+                f"{self.largest >> 20} MiB per image, a part of its decode_memory_mb "
+                f"({self.limit >> 20}); send a smaller image, or raise decode_memory_mb"
             )
         await self._bytes.acquire(peer, size)
+        reservation = Reservation(partial(self._bytes.release, size))
         try:
-            yield
+            yield reservation
         finally:
-            self._bytes.release(size)
+            reservation.drop()
 
-    def reserve_in_thread(self, peer: str, size: int) -> AbstractAsyncContextManager[None]:
+    def reserve_in_thread(
+        self, peer: str, size: int
+    ) -> AbstractAsyncContextManager[Reservation | None]:
         """Reserve memory within the `with` block, for an image that a `FairThreadPool` processes.
 
         If `size` is at most `self.small`, nothing is reserved: `self.small` bytes are set aside for

@@ -246,8 +246,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
     async def _admit(self, method: str, context: CallContext) -> None:
         """Count a call as open until it ends. Apply admission control to `Detect` and `ModelInfer`.
 
-        If admission control rejects the call, `context.abort` ends the call and raises the error of
-        the transport (gRPC or HTTP) for aborted calls.
+        If admission control rejects the call, `context.abort` ends the call and raises
+        `grpc.aio.AbortError` (gRPC) or `AbortedCallError` (HTTP).
 
         Raises:
             QueueFullError: the server or the client's connection has too many open calls.

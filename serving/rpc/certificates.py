@@ -39,8 +39,23 @@ _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----",
 _OTHER_LABEL = re.compile(rb"-----BEGIN ((?:X509|TRUSTED) CERTIFICATE)-----")
 
 
+class CertificateFiles(NamedTuple):
+    """Content of the certificate files, in PEM format."""
+
+    certificate: bytes
+    key: bytes
+    # None: clients need no certificate.
+    client_ca: bytes | None
+
+    @property
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """The files' content for a gRPC server."""
+        pair = self.key, self.certificate
+        return grpc.ssl_server_certificate_configuration([pair], self.client_ca)
+
+
 class _Loaded(NamedTuple):
-    configuration: grpc.ServerCertificateConfiguration
+    files: CertificateFiles
     context: ssl.SSLContext
     # Time range in which all certificates of the chain are valid.
     start: datetime
@@ -94,28 +109,18 @@ class ServerCertificate:
 
     @property
     def problem(self) -> str | None:
-        """Message if the certificate in use has expired or is not valid yet. None: it is valid."""
+        """Error message if the certificate in use has expired or is not valid yet, else None."""
         loaded = self._reloaded.current()
         return None if loaded.is_valid else self._validity_error(loaded)
 
-    def refresh(self) -> None:
-        """Reload the certificate files if they have changed. Each new connection also does this."""
-        self._reloaded.current()
+    @property
+    def files(self) -> CertificateFiles:
+        """Content in use. If the files have changed, reload them first."""
+        return self._reloaded.current().files
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """Return credentials for a gRPC server. New connections use the latest valid files."""
-        current = self._reloaded.current()
-
-        def changed() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal current
-            before, current = current, self._reloaded.current()
-            return None if current is before else current.configuration
-
-        return grpc.dynamic_ssl_server_credentials(
-            current.configuration,
-            changed,  # type: ignore[arg-type]  # in the stubs, None (no change) is not allowed
-            require_client_authentication=self._files[2] is not None,
-        )
+        return credentials_from_files(lambda: self.files)
 
     def ssl_context(self) -> ssl.SSLContext:
         """Return a TLS context for an HTTP server. New connections use the latest valid files."""
@@ -140,8 +145,27 @@ class ServerCertificate:
         )
 
 
+def credentials_from_files(current: Callable[[], CertificateFiles]) -> grpc.ServerCredentials:
+    """Return credentials for a gRPC server. New connections use the files that `current` returns.
+
+    Whether clients need a certificate is decided by the first files, and cannot change later.
+    """
+    used = current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        before, used = used, current()
+        return None if used is before else used.configuration
+
+    return grpc.dynamic_ssl_server_credentials(
+        used.configuration,
+        changed,  # type: ignore[arg-type]  # in the stubs, None (no change) is not allowed
+        require_client_authentication=used.client_ca is not None,
+    )
+
+
 def server_certificate(config: ServeConfig) -> ServerCertificate | None:
-    """Load the server's TLS certificate. None: the server does not use TLS.
+    """Load and return the server's TLS certificate. If the server does not use TLS, return None.
 
     Raises:
         ServingError: a file is missing or invalid.
@@ -157,14 +181,15 @@ def _load(certificate: Path, key: Path, client_ca: Path | None) -> _Loaded:
     Raises:
         ServingError: a file is missing or invalid.
     """
-    pem = _read(certificate, "tls_certificate")
-    pair = _read(key, "tls_key"), pem
-    authorities = None if client_ca is None else _read(client_ca, "tls_client_ca")
+    files = CertificateFiles(
+        _read(certificate, "tls_certificate"),
+        _read(key, "tls_key"),
+        None if client_ca is None else _read(client_ca, "tls_client_ca"),
+    )
     # gRPC does not validate the files. If they were invalid, gRPC would reject every connection.
     # Loading them into an OpenSSL context reports the errors.
-    context = _load_context(certificate, key, client_ca, pem)
-    configuration = grpc.ssl_server_certificate_configuration([pair], authorities)
-    return _Loaded(configuration, context, *_validity(certificate, pem))
+    context = _load_context(certificate, key, client_ca, files.certificate)
+    return _Loaded(files, context, *_validity(certificate, files.certificate))
 
 
 def _load_context(
@@ -231,7 +256,8 @@ def _check_grpc_support(certificate: Path, pem: bytes) -> None:
             f"gRPC does not read the PEM label {other[1].decode()} in {certificate}; convert the "
             "file to the label CERTIFICATE with `openssl x509`"
         )
-    content = base64.b64decode(_PEM.findall(pem)[0])
+    # Without certificate in `pem`, the file was replaced after OpenSSL had read it.
+    content = b"".join(map(base64.b64decode, _PEM.findall(pem)[:1]))
     if not any(algorithm in content for algorithm in _KEY_ALGORITHMS):
         raise ServingError(
             f"the key algorithm of {certificate} is not supported by gRPC clients; "

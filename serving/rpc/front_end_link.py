@@ -59,6 +59,8 @@ class Frame(IntEnum):
     CLOSED = 9
     # Server: stop accepting, and end when all calls have ended; pickled time limit in seconds.
     STOP = 10
+    # Server: certificate files that new connections use; pickled `CertificateFiles`.
+    CERTIFICATE = 11
 
 
 class Link(asyncio.BufferedProtocol):
@@ -183,11 +185,11 @@ FindHandler = Callable[[CallDetails], Awaitable[Any]]
 
 
 class ForwardedCall(CallOutcome):
-    """Context of a gRPC call from a front-end process. It has the interface of gRPC's own context.
+    """Context of a client's gRPC call that a front-end process accepted and forwards.
 
-    At most one message at a time is passed in each direction, as in gRPC's context. The front-end
-    process reads a message of the client only when `read` is called. `write` waits until the
-    front-end process has written the message.
+    It has the interface of gRPC's own context. In each direction, at most one message is in transit
+    at a time: the front-end process reads a message of the client only when `read` is called, and
+    `write` waits until the front-end process has written the message.
     """
 
     def __init__(self, link: Link, number: int, opening: bytes) -> None:
@@ -226,13 +228,13 @@ class ForwardedCall(CallOutcome):
         self.task.add_done_callback(self._end_if_closed)
 
     def receive(self, message: Any) -> None:
-        """Make the pending `read` return `message`: bytes from the client, or `grpc.aio.EOF`."""
+        """Complete the pending `read` with `message`: bytes from the client, or `grpc.aio.EOF`."""
         # A cancelled `read` loses its message, as in gRPC.
         if self._reading and not self._reading.done():
             self._reading.set_result(message)
 
     def confirm_write(self) -> None:
-        """Make the pending `write` return: the front-end process has written the message."""
+        """Complete the pending `write`, because the front-end process has written its message."""
         if self._writing and not self._writing.done():
             self._writing.set_result(None)
 
@@ -249,6 +251,9 @@ class ForwardedCall(CallOutcome):
             self.end()
         elif not self._is_status_sent:
             self.task.cancel()
+            for pending in (self._reading, self._writing):
+                if pending is not None:
+                    pending.cancel()
 
     def peer(self) -> str:
         """Return the client's address."""
@@ -263,7 +268,12 @@ class ForwardedCall(CallOutcome):
         self._trailing_metadata = metadata
 
     async def read(self) -> Any:
-        """Return the client's next message as serialised bytes, or `grpc.aio.EOF`."""
+        """Return the client's next message as serialised bytes, or `grpc.aio.EOF`.
+
+        Raises:
+            grpc.aio.AbortError: the call has ended.
+        """
+        self._check_open()
         self._reading = asyncio.get_running_loop().create_future()
         self._link.send(Frame.READ, self._number)
         try:
@@ -272,9 +282,12 @@ class ForwardedCall(CallOutcome):
             self._reading = None  # it holds the message, which can be large
 
     async def write(self, message: Any) -> None:
-        """Send a message to the client. Wait until the front-end process has written it."""
-        if self._is_status_sent:
-            raise grpc.aio.AbortError("the call has ended")
+        """Send a message to the client. Wait until the front-end process has written it.
+
+        Raises:
+            grpc.aio.AbortError: the call has ended.
+        """
+        self._check_open()
         self._writing = asyncio.get_running_loop().create_future()
         self._send_message(Frame.MESSAGE, message)
         await self._writing
@@ -288,6 +301,11 @@ class ForwardedCall(CallOutcome):
         self._code, self._details = code, details
         self._send_status(code, details)
         raise grpc.aio.AbortError(details)
+
+    def _check_open(self) -> None:
+        # The front-end process answers no frame of a call that has ended.
+        if self._is_status_sent or self._is_closed:
+            raise grpc.aio.AbortError("the call has ended")
 
     def _end_if_closed(self, _: object = None) -> None:
         if self._is_closed:

@@ -8,34 +8,27 @@ import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
-from ..grpc_status import drop_client_faults
+from ..grpc_status import drop_client_faults, wait_for_stop
 from .front_end_link import Frame, Link
 
 if TYPE_CHECKING:
-    from .certificates import ServerCertificate  # slow to import, and not needed without TLS
+    from .certificates import CertificateFiles  # slow to import, and not needed without TLS
 
 _log = logging.getLogger(__name__)
 
 # Status codes by number.
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
-# Interval in seconds at which the certificate files are checked for changes.
-_REFRESH_S: Final = 1.0
-
-# Paths of certificate, key and client CA; see `ServerCertificate`.
-CertificateFiles = tuple[str, str, str | None]
-
 
 def run_front_end(
     handle: int,
     address: str,
-    certificate_files: CertificateFiles | None,
     options: Sequence[tuple[str, int]],
+    uses_tls: bool,
 ) -> None:
     """Accept calls and pass them to the server's process.
 
@@ -44,18 +37,19 @@ def run_front_end(
     Args:
         handle: File descriptor of the Unix socket to the server's process.
         address: Address to listen on, as `host:port`.
-        certificate_files: Paths of TLS certificate, key and client CA. None: no encryption.
         options: Options of the gRPC server.
+        uses_tls: Whether connections are encrypted. If so, the server's process sends the
+            certificate files in a message of kind `Frame.CERTIFICATE`.
     """
     drop_client_faults()
-    asyncio.run(_serve(handle, address, certificate_files, options))
+    asyncio.run(_serve(handle, address, options, uses_tls))
 
 
 async def _serve(
     handle: int,
     address: str,
-    certificate_files: CertificateFiles | None,
     options: Sequence[tuple[str, int]],
+    uses_tls: bool,
 ) -> None:
     server = grpc.aio.server(options=options)
     # gRPC applies max_pending_requests only to calls that it has not passed to Python yet. The
@@ -63,12 +57,11 @@ async def _serve(
     forwarder = _CallForwarder(server, dict(options)["grpc.server.max_pending_requests"])
     link = await forwarder.connect(socket.socket(fileno=handle))
     server.add_generic_rpc_handlers([forwarder])
-    certificate = _certificate(certificate_files)
     try:
-        if certificate is None:
-            server.add_insecure_port(address)
+        if uses_tls:
+            server.add_secure_port(address, await forwarder.credentials())
         else:
-            server.add_secure_port(address, certificate.grpc_credentials())
+            server.add_insecure_port(address)
     except RuntimeError:
         _log.error(
             "the front-end process cannot listen on %s; choose an address of this machine and a "
@@ -78,22 +71,9 @@ async def _serve(
         sys.exit(1)
     await server.start()
     link.send(Frame.READY)
-    # Each new connection checks the certificate files too. Without the checks here, a front-end
-    # process without new connections would miss valid files that are soon replaced by invalid ones.
-    while await server.wait_for_termination(_REFRESH_S if certificate else None):
-        if certificate:
-            certificate.refresh()
+    await wait_for_stop(server)
     link.close()
     await link.closed
-
-
-def _certificate(files: CertificateFiles | None) -> "ServerCertificate | None":
-    if files is None:
-        return None
-    from .certificates import ServerCertificate
-
-    certificate, key, client_ca = files
-    return ServerCertificate(Path(certificate), Path(key), Path(client_ca) if client_ca else None)
 
 
 class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
@@ -107,6 +87,9 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
         self._frames: dict[int, asyncio.Queue[tuple[int, bytes]]] = {}
         # Limits the number of calls that wait for their first frame from the server's process.
         self._pending = asyncio.Semaphore(max_pending_calls)
+        # Latest certificate files from the server's process.
+        self._certificate: CertificateFiles
+        self._has_certificate = asyncio.Event()
         # Tasks that stop the gRPC server.
         self._stopping: list[asyncio.Task[None]] = []
 
@@ -119,6 +102,13 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
         self._link = await Link.connect(connection, self._receive)
         return self._link
 
+    async def credentials(self) -> grpc.ServerCredentials:
+        """Wait for the certificate files, and return credentials that use the latest ones."""
+        from .certificates import credentials_from_files  # slow to import
+
+        await self._has_certificate.wait()
+        return credentials_from_files(lambda: self._certificate)
+
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """Return a handler that passes a call of any method to the server's process."""
         forward = partial(self._forward, handler_call_details.method)
@@ -128,6 +118,9 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
         if kind == Frame.STOP:
             stopping = self._server.stop(pickle.loads(payload))
             self._stopping.append(asyncio.create_task(stopping))
+        elif kind == Frame.CERTIFICATE:
+            self._certificate = pickle.loads(payload)
+            self._has_certificate.set()
         elif frames := self._frames.get(number):
             frames.put_nowait((kind, payload))
 

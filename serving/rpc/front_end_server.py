@@ -13,8 +13,9 @@ import grpc
 from ..config import ServeConfig, address_of
 from ..errors import ServingError
 from ..host import ChildProcess, visible_gpus
+from .certificates import CertificateFiles, ServerCertificate
 from .front_end_link import CallDetails, FindHandler, ForwardedCall, Frame, Link
-from .front_end_process import CertificateFiles, run_front_end
+from .front_end_process import run_front_end
 from .listener import bind_address, listen_error, server_options
 
 _log = logging.getLogger(__name__)
@@ -29,10 +30,12 @@ _MIN_UPTIME_S: Final = 10.0
 # First and longest pause in seconds. The pause doubles each time the process ends early again.
 _MIN_PAUSE_S: Final = 0.5
 _MAX_PAUSE_S: Final = 30.0
+# Interval in seconds at which the certificate files are checked for changes.
+_REFRESH_S: Final = 1.0
 
 
 def front_end_count(config: ServeConfig) -> int:
-    """Return the number of front-end processes. 0: the server's process accepts connections.
+    """Return the number of front-end processes, or 0 if the server's process accepts connections.
 
     The number is `config.front_ends`. If that setting is None, the number is the number of GPUs, or
     0 if there are fewer than two GPUs.
@@ -58,6 +61,7 @@ class FrontEndServer:
         self,
         count: int,
         config: ServeConfig,
+        certificate: ServerCertificate | None,
         interceptors: Sequence[grpc.aio.ServerInterceptor],  # type: ignore[type-arg]  # generic in stubs only
     ) -> None:
         """Reserve the gRPC port. The method `start` starts the front-end processes.
@@ -65,6 +69,7 @@ class FrontEndServer:
         Args:
             count: Number of front-end processes.
             config: Server settings.
+            certificate: TLS certificate. None: connections are not encrypted.
             interceptors: Interceptors of all calls, the outermost first.
 
         Raises:
@@ -74,9 +79,10 @@ class FrontEndServer:
         self.port: int = self._reserved.getsockname()[1]
         self._arguments = (
             address_of(config.host, self.port),
-            _certificate_files(config),
             server_options(config, count),
+            certificate is not None,
         )
+        self._certificate = certificate
         self._generic_handlers: list[Any] = []
         self._handlers: dict[str, Any] = {}
         self._find_handler: FindHandler = self._own_handler
@@ -84,7 +90,7 @@ class FrontEndServer:
             self._find_handler = partial(interceptor.intercept_service, self._find_handler)
         self._count = count
         self._front_ends: list[_FrontEnd] = []
-        self._restarting: list[asyncio.Task[None]] = []
+        self._background: list[asyncio.Task[None]] = []
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[Any]) -> None:
         """Add generic RPC handlers, as in `grpc.aio.Server`."""
@@ -102,9 +108,11 @@ class FrontEndServer:
         """
         self._front_ends = [self._new_front_end() for _ in range(self._count)]
         await asyncio.gather(*(front_end.start() for front_end in self._front_ends))
-        self._restarting = [
+        self._background = [
             asyncio.create_task(self._restart_when_ended(index)) for index in range(self._count)
         ]
+        if self._certificate:
+            self._background.append(asyncio.create_task(self._refresh_certificate()))
 
     async def stop(self, grace: float | None = None) -> None:
         """Reject new calls, wait for open ones, and end the front-end processes. Idempotent.
@@ -112,7 +120,7 @@ class FrontEndServer:
         Args:
             grace: Time limit of the open calls in seconds. None: cancel them at once.
         """
-        for task in self._restarting:
+        for task in self._background:
             task.cancel()
         await asyncio.gather(*(front_end.stop(grace) for front_end in self._front_ends))
         self._reserved.close()
@@ -124,7 +132,16 @@ class FrontEndServer:
         return next((handler for handler in found if handler is not None), None)
 
     def _new_front_end(self) -> "_FrontEnd":
-        return _FrontEnd(self._arguments, self._find_handler)
+        return _FrontEnd(self._arguments, self._certificate, self._find_handler)
+
+    async def _refresh_certificate(self) -> None:
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            try:
+                for front_end in self._front_ends:
+                    front_end.send_certificate()
+            except Exception:  # the next attempt may succeed
+                _log.exception("sending the certificate files to the front ends failed")
 
     async def _restart_when_ended(self, index: int) -> None:
         """Restart front-end process number `index`, counted from 0, whenever it ends."""
@@ -152,14 +169,23 @@ class FrontEndServer:
 class _FrontEnd:
     """Handle of a front-end process and of the calls that the process received."""
 
-    def __init__(self, arguments: tuple[Any, ...], find_handler: FindHandler) -> None:
+    def __init__(
+        self,
+        arguments: tuple[Any, ...],
+        certificate: ServerCertificate | None,
+        find_handler: FindHandler,
+    ) -> None:
         """Start the front-end process.
 
         Args:
             arguments: Arguments of `run_front_end` except the first, `handle`.
+            certificate: TLS certificate. None: connections are not encrypted.
             find_handler: Function that returns the handler of a call, or None if the method is
                 unknown.
         """
+        self._certificate = certificate
+        # Certificate files that the process uses. None: none were sent.
+        self._sent: CertificateFiles | None = None
         self._find_handler = find_handler
         self._calls: dict[int, ForwardedCall] = {}
         self._is_ready = False
@@ -181,9 +207,16 @@ class _FrontEnd:
         """
         self._link = await Link.connect(self._socket, self._receive)
         self._link.closed.add_done_callback(self._close_calls)
+        self.send_certificate()
         await self._started.wait()
         if not self._is_ready:
             raise ServingError(f"{await self.ended()}; see the log for the reason")
+
+    def send_certificate(self) -> None:
+        """Send the certificate files to the front-end process, unless it already uses them."""
+        if self._certificate and self._link and (files := self._certificate.files) != self._sent:
+            self._link.send(Frame.CERTIFICATE, payload=pickle.dumps(files))
+            self._sent = files
 
     async def ended(self) -> str:
         """Wait until the front-end process ends. Return a text with its exit status or signal."""
@@ -208,7 +241,7 @@ class _FrontEnd:
         if self._link:
             await self._link.closed
         if tasks := [call.task for call in self._calls.values()]:
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks, timeout=_END_S)
 
     def _receive(self, kind: int, number: int, payload: bytes) -> None:
         if kind == Frame.OPEN:
@@ -242,17 +275,11 @@ class _FrontEnd:
             call.close()
 
 
-def _certificate_files(config: ServeConfig) -> CertificateFiles | None:
-    if config.tls_certificate is None:
-        return None
-    client_ca = config.tls_client_ca
-    return str(config.tls_certificate), str(config.tls_key), str(client_ca) if client_ca else None
-
-
 def _reserved_port(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to a port but does not listen.
 
-    While the socket is open, it reserves the port for the front-end processes, which listen on it.
+    While the socket is open, it reserves the port. The front-end processes listen on this port with
+    sockets of their own.
 
     Raises:
         ServingError: the port is in use, or the host is not an address of this machine.

@@ -39,7 +39,7 @@ _MAX_PENDING_CALLS = 32 * _MAX_STREAMS
 # often is disconnected. Our own client pings every `client.connection.KEEPALIVE_S` during calls.
 _CLIENT_PING_MS = 10_000
 # Maximum number of HTTP connections that the kernel holds until the server accepts them.
-_BACKLOG = 1024
+BACKLOG = 1024
 # Number of file descriptors that the process needs in addition to those of connections.
 _OTHER_FILES = 256
 
@@ -111,7 +111,7 @@ def listening_socket(host: str, port: int, name: str) -> socket.socket:
     both = host == "::" and socket.has_dualstack_ipv6()  # IPv4 and IPv6, as gRPC does
     try:
         family, address = bind_address(host, port)
-        return socket.create_server(address, family=family, dualstack_ipv6=both, backlog=_BACKLOG)
+        return socket.create_server(address, family=family, dualstack_ipv6=both, backlog=BACKLOG)
     except OSError as error:
         # `create_server` adds the address to the reason.
         reason = str(error.strerror).partition(" (while attempting")[0]

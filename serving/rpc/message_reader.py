@@ -102,8 +102,8 @@ class PendingMessages:
                 ) from None
             raise QueueFullError(
                 "the server is receiving too many requests at once (the limit depends on "
-                "queue_size), so it dropped this request, the oldest unfinished one of its "
-                "connection; try again later"
+                "queue_size), so it dropped this request, the oldest of its connection that has "
+                "not arrived completely; try again later"
             ) from None
         finally:
             self._waits.pop(wait, None)
@@ -256,9 +256,9 @@ def check_message(message: bytes, kind: Descriptor) -> None:
             listed_bytes += field.end - field.start
         if listed_bytes > _MAX_LISTED_BYTES:
             raise InvalidRequestError(
-                f"the message has more than {_MAX_LISTED_BYTES >> 20} MiB of integers and strings "
-                f"(the limit is exceeded at the field {path}); send images as files, or pixels as "
-                "raw contents (raw_input_contents)"
+                f"the message has more than {_MAX_LISTED_BYTES >> 20} MiB in lists of integers and "
+                f"strings (the limit is exceeded at the field {path}); send each image as a JPEG "
+                "or PNG file, or send pixels as raw contents (raw_input_contents)"
             )
 
 
@@ -268,8 +268,8 @@ def _walk(
     """Yield `(path, field)` for each field in `message[start:end]`, including nested fields.
 
     `kind` is the type of the message in this range. The byte offsets in `field` refer to `message`.
-    For strings and packed varints, which count towards `_MAX_LISTED_BYTES`, `path` is `prefix` plus
-    the field's name. For all other fields, `path` is empty.
+    If a field counts towards `_MAX_LISTED_BYTES` (strings and packed varints), `path` is `prefix`
+    plus the field's name. Otherwise, `path` is empty.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)

@@ -198,8 +198,8 @@ async def _finished(
 ) -> TimedResponse[Any]:
     found = response.value
     size = memory * found.height * found.width
-    async with pipeline.decode_memory.reserve_in_thread(peer, size):
-        timed = await pipeline.threads.run(peer, finish, found)
+    async with pipeline.decode_memory.reserve_in_thread(peer, size) as reserved:
+        timed = await pipeline.threads.run(peer, finish, found, memory=reserved)
     timing = response.timing
     elapsed_us = round(1e6 * (timed.waited_s + timed.elapsed_s))
     return TimedResponse(timed.value, replace(timing, encode_us=timing.encode_us + elapsed_us))
@@ -277,7 +277,10 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
         self._notify_watchers()
 
     async def run(self) -> None:
-        """Check the models once per second and report changes to Watch calls, until cancelled."""
+        """Send changes of health status to the open Watch calls, until cancelled.
+
+        The models are checked once per second.
+        """
         known = self._models()
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)

@@ -135,14 +135,17 @@ class _OpenStream(Generic[Request]):
         is_written = self._last_written
         responding = self._respond(request, admission)
         del request, admission  # `responding` releases the request as soon as it can
-        response = await responding
-        if self._in_order:
-            await previous.wait()
-        async with self._write_lock:
-            await self._context.write(response)
-        is_written.set()
-        self._images -= images
-        self._changed.set()
+        try:
+            response = await responding
+            if self._in_order:
+                await previous.wait()
+            async with self._write_lock:
+                await self._context.write(response)
+            # If an error prevents this, the task group cancels the tasks of all later responses.
+            is_written.set()
+        finally:
+            self._images -= images
+            self._changed.set()
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,8 @@ import onnxruntime
 import pytest
 import torch
 from bundle_copies import linked_copy
+from many_requests import NO_LISTS, kind_of
+from numpy.typing import NDArray
 from PIL import Image
 from pycocotools import mask as coco_mask
 from torchvision.models.detection.roi_heads import paste_masks_in_image
@@ -16,7 +18,7 @@ from torchvision.ops import clip_boxes_to_image
 
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest, write_manifest
 from maskrcnn_trt.model.image_limits import ImageError
-from maskrcnn_trt.serving.detections import DetectionOptions
+from maskrcnn_trt.serving.detections import DetectionOptions, SchedulingOptions
 from maskrcnn_trt.serving.errors import BackendError, InvalidRequestError
 from maskrcnn_trt.serving.offline import Detector
 
@@ -106,9 +108,17 @@ def test_several_images_are_detected_in_one_call(
     expected = [predictor.detect(data) for data in (first, second, second)]
     found = predictor([first, path, str(path)])
     assert [d.rles for d in found] == [d.rles for d in expected]
+    assert predictor.detect(str(path)).rles == expected[1].rles
     assert sum(len(d.scores) for d in found) > 0
-    with pytest.raises(ImageError, match="damaged"):
-        predictor([first, second[:200]])
+    path.write_bytes(second[:200])
+    invalid = {
+        "image 1: .*damaged": second[:200],
+        f"{path}: .*damaged": path,
+        "no/a.jpg: ": "no/a.jpg",
+    }
+    for message, source in invalid.items():
+        with pytest.raises(ImageError, match=message):
+            predictor(iter([first, source]))
 
 
 def test_closed_detector_raises(bundle: Path, picture: Encode) -> None:
@@ -120,10 +130,72 @@ def test_closed_detector_raises(bundle: Path, picture: Encode) -> None:
             detect()
 
 
-@pytest.mark.parametrize("image", ["a.jpg", b"content", Path("a.jpg")])
+@pytest.mark.parametrize("image", NO_LISTS, ids=kind_of)
 def test_one_image_is_no_list(predictor: Detector, image: Any) -> None:
-    with pytest.raises(TypeError, match=f"images must be a list.* {type(image).__name__}"):
-        predictor(image)
+    for detect in (predictor, predictor.detect_many):
+        with pytest.raises(TypeError, match=f"images must be a list.* {kind_of(image)}"):
+            detect(image)
+
+
+def test_one_array_may_hold_all_images_in_turn(predictor: Detector) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 120, 200, 3), np.uint8)
+    frame = np.empty_like(pixels[0])
+
+    def frames() -> Iterator[NDArray[np.uint8]]:
+        for frame[:] in pixels:
+            yield frame
+
+    expected = [predictor.detect(image).rles for image in pixels]
+    assert [d.rles for d in predictor(frames())] == expected
+
+
+def test_failing_iteration_keeps_the_results_before_it(
+    predictor: Detector, picture: Encode
+) -> None:
+    def images() -> Iterator[bytes]:
+        yield from [picture()] * 2
+        raise KeyError
+
+    sources: list[tuple[Any, type[Exception]]] = [
+        (images(), KeyError),
+        ([picture(), picture(), None, picture()], TypeError),
+    ]
+    for source, error in sources:
+        outcomes = predictor.detect_many(source)
+        assert [len(next(outcomes)) > 0 for _ in range(2)] == [True, True]
+        with pytest.raises(error):
+            next(outcomes)
+
+
+def test_closing_during_the_iteration_ends_it(bundle: Path, picture: Encode) -> None:
+    with Detector(bundle) as closed:
+
+        def images() -> Iterator[bytes]:
+            yield picture()
+            closed.close()
+            yield picture()
+
+        with pytest.raises(BackendError, match="detector is closed"):
+            list(closed.detect_many(images()))
+
+
+@pytest.mark.parametrize(
+    ("image", "error", "reason"),
+    [
+        (None, TypeError, "a uint8 array.*, not NoneType"),
+        (bytearray(b"content"), TypeError, "not bytearray"),
+        (np.zeros((8, 8, 3), np.float32), TypeError, "not array of float32"),
+        (np.zeros((8, 8), np.uint8), ImageError, r"shape \[8, 8\]"),
+        (Path("a\0b.jpg"), ImageError, "the path is invalid.* null"),
+    ],
+    ids=["None", "bytearray", "float32", "shape", "NUL"],
+)
+def test_invalid_images(
+    predictor: Detector, image: Any, error: type[Exception], reason: str
+) -> None:
+    for detect in (lambda: predictor.detect(image), lambda: predictor([image])):
+        with pytest.raises(error, match=reason):
+            detect()
 
 
 def test_invalid_arguments(bundle: Path) -> None:
@@ -139,3 +211,36 @@ def test_mask_format_by_its_value(predictor: Detector, picture: Encode) -> None:
     assert predictor.detect(picture(), DetectionOptions(**options)).polygons
     with pytest.raises(InvalidRequestError, match=r"mask_format is 'polygons'.* polygon"):
         DetectionOptions(**options | {"mask_format": "polygons"})
+
+
+@pytest.mark.parametrize("invalid", [None, {"score_threshold": 0.5}, SchedulingOptions()])
+def test_options_of_another_class(predictor: Detector, picture: Encode, invalid: Any) -> None:
+    detect: Callable[[], Any]
+    for detect in (
+        lambda: predictor.detect(picture(), invalid),
+        lambda: predictor.detect_many([picture()], invalid),
+    ):
+        with pytest.raises(TypeError, match=f"DetectionOptions, not {type(invalid).__name__}"):
+            detect()
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (DetectionOptions, "max_detections", 1.5),
+        (DetectionOptions, "score_threshold", "0.5"),
+        (SchedulingOptions, "timeout_s", "3"),
+        (SchedulingOptions, "precision", 3),
+        (SchedulingOptions, "priority", 1.0),
+        (SchedulingOptions, "model", None),
+    ],
+)
+def test_types_of_options(options: Any, name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name} is {value!r}; it must be a"):
+        options(**{name: value})
+
+
+def test_options_may_be_numpy_numbers() -> None:
+    numbers: Any = {"score_threshold": np.float32(0.25), "max_detections": np.int64(2)}
+    options = DetectionOptions(score_threshold=0.25, max_detections=2)
+    assert DetectionOptions(**numbers) == options

@@ -108,7 +108,7 @@ async def test_requests_of_both_protocols_are_counted(served: Any, picture: Enco
         for size, images in (("1.0", 0), ("2.0", 6), ("+Inf", 6)):
             name = "maskrcnn_batch_size_bucket"
             assert await metrics.value(name, **image, le=size) == images
-        reasons = {"invalid": 2, "not_found": 1, "expired": 1, "queue_full": 1, "cancelled": 2}
+        reasons = {"invalid": 1, "not_found": 2, "expired": 1, "queue_full": 1, "cancelled": 2}
         for reason in ("failed", "backend_down", "stopping", "unauthenticated", *reasons):
             count = await metrics.value("maskrcnn_rejected_total", reason=reason)
             assert count == reasons.get(reason, 0)
@@ -132,7 +132,7 @@ async def test_requests_of_both_protocols_are_counted(served: Any, picture: Enco
         # One after another, because more than two at once could be too many for the queue.
         for method, request, code in (
             (detector.Detect, detect_request(b"no image"), "INVALID_ARGUMENT"),
-            (detector.Detect, detect_request(wide, precision="fp16"), "INVALID_ARGUMENT"),
+            (detector.Detect, detect_request(wide, precision="fp16"), "NOT_FOUND"),
             (triton.ModelInfer, infer_request("other", wide), "NOT_FOUND"),
             (detector.Detect, detect_request(wide, timeout_us=100_000), "DEADLINE_EXCEEDED"),
         ):

@@ -161,3 +161,29 @@ async def test_ports_in_use(wide_bundle: Path, monkeypatch: pytest.MonkeyPatch) 
             with pytest.raises(ServingError, match=error):
                 async with detection_server(wide_bundle, ServeConfig(**settings)):
                     pass
+
+
+async def test_a_crash_of_the_grpc_server_ends_the_process(
+    wide_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    create_task = loop.create_task
+
+    def fail_on_a_call(coroutine: Any, **options: Any) -> Any:
+        if (
+            getattr(coroutine, "__qualname__", "") == "_schedule_rpc_coro"
+        ):  # started by the server's main loop
+            coroutine.close()
+            raise MemoryError
+        return create_task(coroutine, **options)
+
+    async def serve() -> None:
+        async with served(wide_bundle) as address, connected(address) as stub:
+            monkeypatch.setattr(loop, "create_task", fail_on_a_call)
+            with contextlib.suppress(grpc.RpcError):
+                await stub.GetModel(pb.GetModelRequest())
+            await asyncio.sleep(60)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await serve()
+    assert caught.group_contains(MemoryError)

@@ -11,7 +11,12 @@ from PIL import Image
 
 from maskrcnn_trt.model.masks import mask_from_rle
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
-from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
+from maskrcnn_trt.serving.detections import (
+    DetectionOptions,
+    Detections,
+    MaskFormat,
+    SchedulingOptions,
+)
 from maskrcnn_trt.serving.errors import DeadlineError, RefusedError, UnreachableError
 from maskrcnn_trt.serving.offline import Detector
 
@@ -48,7 +53,7 @@ def test_server_and_predictor_agree(
 
 
 def test_sources_of_an_image_are_equal(
-    client: DetectorClient, picture: Encode, tmp_path: Path
+    client: DetectorClient, predictor: Detector, picture: Encode, tmp_path: Path
 ) -> None:
     data = picture(codec="PNG")
     path = tmp_path / "picture.png"
@@ -59,6 +64,7 @@ def test_sources_of_an_image_are_equal(
     Image.fromarray(pixels).save(scan)
     for source in (path, scan, pixels):
         assert_equal(client.detect(source), expected)
+        assert_equal(predictor.detect(source), expected)
     scan.write_bytes(scan.read_bytes()[:100])
     with pytest.raises(RefusedError, match="damaged"):
         client.detect(scan)
@@ -147,6 +153,15 @@ async def test_streams_and_async_clients_agree(
         assert "empty" in str(refused)
         for index, outcome in outcomes.items():
             assert_equal(outcome, expected[index])
+
+
+def test_a_precision_that_is_not_served_ends_the_run(
+    client: DetectorClient, picture: Encode
+) -> None:
+    scheduling = SchedulingOptions(precision="fp16")
+    with pytest.raises(RefusedError, match="fp32") as caught:
+        next(client.detect_many([picture()] * 2, scheduling=scheduling))
+    assert caught.value.code is grpc.StatusCode.NOT_FOUND
 
 
 def test_model_describes_the_bundle(client: DetectorClient, predictor: Detector) -> None:

@@ -96,6 +96,19 @@ async def test_closed_async_client_raises(method: str) -> None:
 
 
 @methods
+def test_async_client_belongs_to_one_event_loop(method: str) -> None:
+    async def create() -> AsyncDetectorClient:
+        return AsyncDetectorClient("localhost:1")
+
+    remedy = "create an AsyncDetectorClient in the coroutine that uses it"
+    with pytest.raises(RuntimeError, match=f"no event loop is running; {remedy}"):
+        AsyncDetectorClient("localhost:1")
+    client = asyncio.run(create())
+    with pytest.raises(RuntimeError, match=f"another event loop; {remedy}"):
+        asyncio.run(use_async(client, method))
+
+
+@methods
 def test_closing_a_client_ends_pending_calls(
     method: str, blocking: tuple[str, BlockingDetector]
 ) -> None:

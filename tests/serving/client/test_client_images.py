@@ -2,16 +2,17 @@
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from many_requests import Run, both_runs
+from many_requests import NO_LISTS, Run, both_runs, kind_of
 from stub_server import StubDetector, stub_server
 
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
-from maskrcnn_trt.serving.detections import Detections
+from maskrcnn_trt.serving.detections import DEFAULT_OPTIONS, Detections
 from maskrcnn_trt.serving.errors import RefusedError
 
 ALLOWED = r"bytes of a file, a pathlib\.Path or a uint8 array \[H, W, 3\]"
@@ -61,17 +62,45 @@ async def test_invalid_type_is_rejected_by_detect_and_stream() -> None:
     assert [(index, outcome.height) for index, outcome in results] == [(0, 1)] * 2
 
 
+@pytest.mark.parametrize("image", NO_LISTS, ids=kind_of)
+async def test_one_image_is_no_list(image: Any) -> None:
+    with DetectorClient("localhost:1") as client:
+        async with AsyncDetectorClient("localhost:1") as other:
+            for method in (client.detect_many, client.stream, other.detect_many, other.stream):
+                with pytest.raises(TypeError, match=f"must be a list.* {kind_of(image)}"):
+                    method(image)  # type: ignore[operator]
+            with pytest.raises(TypeError, match=r"must be a list.* async_generator"):
+                client.stream(other.stream([]))  # type: ignore[arg-type]
+
+
+async def test_options_of_another_class() -> None:
+    invalid: Any = {"score_threshold": 0.5}
+    message = r"class \w+Options, not dict"
+    for arguments in ((invalid,), (DEFAULT_OPTIONS, invalid)):
+        with DetectorClient("localhost:1") as client:
+            with pytest.raises(TypeError, match=message):
+                client.detect(b"a", *arguments)
+            with pytest.raises(TypeError, match=message):
+                list(client.detect_many([b"a"], *arguments))
+        async with AsyncDetectorClient("localhost:1") as other:
+            with pytest.raises(TypeError, match=message):
+                await other.detect(b"a", *arguments)
+
+
 @both_runs
-def test_invalid_shapes_do_not_affect_the_others(run: Callable[..., Run]) -> None:
+def test_invalid_shapes_and_paths_do_not_affect_the_others(run: Callable[..., Run]) -> None:
     shapes = [(3, 8, 9), (0, 8, 3), (8, 0, 3), (8, 9), (8, 9, 4), (1, 8, 9, 3), ()]
     transposed = np.zeros((3, 8, 9), np.uint8).transpose(1, 2, 0)  # any memory layout is valid
-    images = [b"a", *(np.zeros(shape, np.uint8) for shape in shapes), transposed, b"ccc"]
+    arrays = [np.zeros(shape, np.uint8) for shape in shapes]
+    images = [b"a", *arrays, Path("a\0b.jpg"), transposed, b"ccc"]
     with stub_server(StubDetector()) as address:
         result = run(address, images, concurrency=1)
     assert result.error is None
-    first, *refused, pixels, last = result.outcomes
+    first, *refused, path, pixels, last = result.outcomes
     assert (first.height, last.height) == (1, 3)
     assert isinstance(pixels, Detections)
+    assert isinstance(path, RefusedError)
+    assert "the path is invalid" in str(path)
     for shape, outcome in zip(shapes, refused, strict=True):
         assert isinstance(outcome, RefusedError)
         assert outcome.code is grpc.StatusCode.INVALID_ARGUMENT

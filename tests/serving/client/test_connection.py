@@ -39,8 +39,9 @@ def test_retries_of_overloaded_servers(detect: Callable[..., Detections]) -> Non
         with pytest.raises(RefusedError):
             detect(address)
         assert detector.calls == 1
-    with pytest.raises(ValueError, match=r"retries is 5.* 0 to 4"):
-        detect("localhost:1", retries=5)
+    for retries in (5, 1.5, "2"):
+        with pytest.raises(ValueError, match=rf"retries is {retries!r}.* 0 to 4"):
+            detect("localhost:1", retries=retries)
 
 
 @both_clients
@@ -72,7 +73,7 @@ def test_host_name_has_other_addresses_than_the_reported_one(
         with pytest.raises(UnreachableError) as caught:
             detect(f"{host}:1", retries=0)
         message = str(caught.value)
-        for remedy in ("the port", "--tls", "--certificate", "IP address"):
+        for remedy in ("the port", "HTTP", "--tls", "--certificate", "IP address"):
             assert (remedy in message) == is_named, message
 
 

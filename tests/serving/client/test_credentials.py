@@ -1,5 +1,6 @@
 """Client credentials: TLS, client certificates and tokens."""
 
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +62,8 @@ def test_client_certificate_is_presented(
         assert detect(address, credentials=credentials).height == len(IMAGE)
         with pytest.raises(UnreachableError, match="--certificate"):
             detect(address, credentials=Credentials(root_certificate=root), retries=0)
+    with pytest.raises(ValueError, match="root_certificate is empty"):
+        Credentials(root_certificate=b"")
     with pytest.raises(ValueError, match="go together"):
         Credentials(key=key)
 
@@ -69,6 +72,7 @@ def test_client_certificate_is_presented(
 def test_token_without_tls_must_be_requested(detect: Callable[..., Detections]) -> None:
     with stub_server(StubDetector(token="s3cret")) as address:
         credentials = Credentials(token="s3cret", tls=False)
+        assert "s3cret" not in repr(credentials)
         assert detect(address, credentials=credentials).height == len(IMAGE)
         with pytest.raises(UnreachableError, match="--no-tls"):
             detect(address, credentials=Credentials(token="s3cret"), retries=0)
@@ -97,6 +101,9 @@ def test_command_sends_its_credentials(authority: trustme.CA, tmp_path: Path) ->
     with stub_server(StubDetector(token="s3cret")) as address:
         without_tls = run(address, "--token-file", token, "--no-tls")
     assert without_tls.exit_code == 0, without_tls.output
+    (binary := tmp_path / "root.der").write_bytes(ssl.PEM_cert_to_DER_cert(root.read_text()))
+    for options in (["--root-certificate", binary], ["--certificate", root, "--key", root]):
+        assert f"{options[-1]} contains no" in run(address, *options).stderr
     assert "--certificate and --key go together" in run(address, "--certificate", root).stderr
     assert "--no-tls" in run(address, *trust, "--no-tls").stderr
     for content, message in (
@@ -110,6 +117,13 @@ def test_command_sends_its_credentials(authority: trustme.CA, tmp_path: Path) ->
         assert result.exit_code == 2
         assert str(token) in result.stderr
         assert message in result.stderr
+
+
+@pytest.mark.parametrize("token", ["s3cret\n", " s3cret", "s3 cret", "s3crét", "", b"s3cret"])
+def test_invalid_token_is_not_quoted(token: Any) -> None:
+    with pytest.raises(ValueError, match=r"token is invalid; .* letters, digits") as caught:
+        Credentials(token=token)
+    assert "cr" not in str(caught.value)
 
 
 @both_clients

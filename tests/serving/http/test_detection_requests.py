@@ -152,7 +152,7 @@ def test_model_and_samples(http: httpx.Client, picture: Encode) -> None:
         ("max_detections=0", 400, "max_detections"),
         ("max_detections=99999999999", 400, "max_detections"),
         ("mask_format=png", 400, "mask_format"),
-        ("precision=fp8", 400, "fp8"),
+        ("precision=fp8", 404, "fp8"),
         (f"precision=fp16&model={MODEL}-fp32", 400, "leave out precision"),
         ("priority=9", 400, "priority"),
         ("timeout_us=1", 504, "time limit"),

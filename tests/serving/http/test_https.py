@@ -1,5 +1,6 @@
-"""HTTPS with client certificates, and certificate files that change."""
+"""HTTPS: client certificates, certificate files that change, connections before the handshake."""
 
+import contextlib
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_client_certificates_and_reloaded_files(
             return client.post(f"{url}/v1/detect", content=picture()).status_code
 
     settings = {"tls_certificate": certificate, "tls_key": key, "tls_client_ca": client_ca}
-    with served_over_http(bundle, **settings) as server:
+    with served_over_http(bundle, max_connections=4, **settings) as server:
         url = server.url.replace("http://", "https://")
         assert status(first) == 200
         with pytest.raises(httpx.TransportError):
@@ -52,6 +53,11 @@ def test_client_certificates_and_reloaded_files(
             httpx.get(server.url)
         _send_invalid_server_name(server)
         assert status(second) == 200
+        with contextlib.ExitStack() as before_handshake:
+            for _ in range(4):
+                before_handshake.enter_context(connect(server))
+            with pytest.raises(httpx.TransportError):
+                status(second)
 
 
 def _send_invalid_server_name(server: HttpAddress) -> None:

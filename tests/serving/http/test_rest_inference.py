@@ -199,7 +199,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
         ({"inputs": [tensor(shape=[5])]}, "allowed: 1 to 4"),
         ({"inputs": [tensor(data=["not base64"])]}, "base64"),
         ({"inputs": [tensor(data=[7])]}, "base64"),
-        ({"inputs": [tensor(data=["a" * 8, "b" * 8])]}, "bytes more"),
+        ({"inputs": [tensor(data=["a" * 8, "b" * 8])]}, "bytes after the last"),
         ({"inputs": [tensor(data=["aGVsbG8="])]}, "images[0]"),
         ({"inputs": [tensor(data=None)]}, "neither"),
         ({"inputs": [tensor(parameters={"binary_data_size": 4})]}, "both"),

@@ -25,6 +25,7 @@ from maskrcnn_trt.serving.errors import BackendError
 from maskrcnn_trt.serving.pipeline import batching
 from maskrcnn_trt.serving.pipeline.batching import Batcher
 from maskrcnn_trt.serving.pipeline.scheduling import BatchPolicy
+from maskrcnn_trt.serving.pipeline.shared_resources import DecodeMemory
 
 Encode = Callable[..., bytes]
 Loaded = WorkerProcess[ModelInput, HostOutputs]
@@ -187,6 +188,31 @@ async def test_cancelled_images_leave_the_queue(
     await asyncio.wait([tasks[0], tasks[2]])
     async with running(batcher):
         assert (await tasks[1]).batch_size == 1
+
+
+async def test_memory_stays_reserved_until_the_engine_has_decoded_the_image(tmp_path: Path) -> None:
+    memory, started, end = DecodeMemory(400, threads=4), tmp_path / "started", tmp_path / "end"
+    (engine,) = loaded(actions.ActionEngine())
+    batcher = batcher_of(engine, 1)
+
+    async def process() -> None:
+        async with memory.reserve("a", 200) as reserved:
+            await batcher.infer(Action(actions.meet, started, end), memory=reserved)
+
+    async with running(batcher), asyncio.timeout(60):
+        task = asyncio.create_task(process())
+        while not started.exists():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait([task])
+        assert memory.reserved == 200
+        end.touch()
+        while memory.reserved:
+            await asyncio.sleep(0.01)
+        await process()
+        await asyncio.sleep(0)
+        assert memory.reserved == 0
+    batcher.close()
 
 
 async def test_a_failed_batch_fails_only_its_images(

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import threading
 
 import pytest
 
 from maskrcnn_trt.model.host_resources import memory_limit
 from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.pipeline.scheduling import FairThreadPool
 from maskrcnn_trt.serving.pipeline.shared_resources import DecodeMemory, decode_memory_limit
 
 
@@ -78,6 +80,32 @@ async def test_cancelled_images_leave_the_queue_and_give_back_their_memory() -> 
     images.tasks["d0"].cancel()
     await settle()
     assert memory.reserved == 0
+
+
+async def test_memory_stays_reserved_until_the_thread_has_decoded_the_image() -> None:
+    memory, threads, end = DecodeMemory(400, threads=4), FairThreadPool(4), threading.Event()
+    began = threading.Event()
+
+    def decode() -> None:
+        began.set()
+        end.wait(60)
+
+    async def process() -> None:
+        async with memory.reserve("a", 200) as reserved:
+            await threads.run("a", decode, memory=reserved)
+
+    task = asyncio.create_task(process())
+    await asyncio.to_thread(began.wait, 60)
+    task.cancel()
+    await asyncio.wait([task])
+    assert memory.reserved == 200
+    end.set()
+    while memory.reserved:
+        await asyncio.sleep(0.01)
+    await process()
+    await settle()
+    assert memory.reserved == 0
+    threads.close()
 
 
 async def test_image_above_the_budget_is_rejected_with_the_setting() -> None:

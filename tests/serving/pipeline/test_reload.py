@@ -68,7 +68,7 @@ def test_reload_and_stop_under_load(own_bundle: Path, tmp_path: Path, picture: E
 
         assert model().precisions == ["fp32", "tf32"]
         assert health(model().name).status == SERVING
-        with pytest.raises(grpc.RpcError, match="choose from fp32, tf32"):
+        with pytest.raises(grpc.RpcError, match=r"(?s)NOT_FOUND.*choose from fp32, tf32"):
             stub.Detect(pb.DetectRequest(image=picture(), precision="fp16"), timeout=60)
         manifest = read_manifest(own_bundle)
         with Load(stub, picture(), BOTH) as load:

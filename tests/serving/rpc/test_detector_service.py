@@ -94,7 +94,6 @@ def test_invalid_images_are_rejected(stub: Any, picture: Encode) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"precision": "fp16"}, "choose from fp32"),
         ({"precision": "fp16", "model": f"{MODEL}-fp32"}, "leave out precision, or the suffix"),
         ({"score_threshold": 1.5}, "score_threshold is 1.5"),
         ({"score_threshold": float("nan")}, "score_threshold is nan"),
@@ -108,6 +107,12 @@ def test_invalid_options_are_rejected(
     code, message = error_of(stub, pb.DetectRequest(image=picture(), **options))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert words in message
+
+
+def test_a_precision_that_is_not_served_is_rejected(stub: Any, picture: Encode) -> None:
+    code, message = error_of(stub, pb.DetectRequest(image=picture(), precision="fp16"))
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert "choose from fp32" in message
 
 
 def test_health_of_known_and_unknown_services(channel: grpc.Channel) -> None:

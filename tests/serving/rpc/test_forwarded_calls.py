@@ -1,21 +1,26 @@
 """Calls through front ends have the same results as calls without."""
 
 import contextlib
+import os
+import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import raw_http2 as http2
 import trustme
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from in_process_server import OWN_CONNECTION, served_in_thread
 from raw_http2 import DETECT, DETECT_STREAM
+from server_load import front_end_pids, wait_until
 
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving.client import Credentials, DetectorClient
+from maskrcnn_trt.serving.errors import UnreachableError
 from maskrcnn_trt.serving.messages import REQUEST_ID_KEY
 
 Encode = Callable[..., bytes]
@@ -106,6 +111,18 @@ def test_detections_and_request_ids_are_equal(addresses: tuple[str, str], pictur
     assert all(found[0])
 
 
+@pytest.mark.parametrize("front_ends", [0, 1])
+def test_a_path_that_is_not_text_ends_no_server(
+    addresses: tuple[str, str], front_ends: int
+) -> None:
+    address = addresses[front_ends]
+    with http2.connect(address) as connection:
+        connection.sendall(http2.call(1, metadata={":path": b"/\xff"}))
+        for _ in range(5):
+            time.sleep(0.1)
+            assert outcome(address, READY, b"")[1] is grpc.StatusCode.OK
+
+
 async def test_messages_of_a_stream_alternate(addresses: tuple[str, str], picture: Encode) -> None:
     async with opened(addresses[1], DETECT_STREAM) as call:
         for index in range(5):
@@ -125,7 +142,9 @@ async def test_watch_lasts_until_the_client_cancels_it(addresses: tuple[str, str
         assert await call.code() is grpc.StatusCode.CANCELLED
 
 
-def test_tls_with_a_renewed_certificate(wide_bundle: Path, tmp_path: Path, picture: Encode) -> None:
+def test_tls_with_a_renewed_certificate_and_a_restarted_front_end(
+    wide_bundle: Path, tmp_path: Path, picture: Encode
+) -> None:
     files = {"tls_certificate": tmp_path / "certificate", "tls_key": tmp_path / "key"}
 
     def renew() -> Credentials:
@@ -135,11 +154,22 @@ def test_tls_with_a_renewed_certificate(wide_bundle: Path, tmp_path: Path, pictu
         issued.private_key_pem.write_to_path(files["tls_key"])
         return Credentials(root_certificate=authority.cert_pem.bytes())
 
-    credentials = renew()
+    def connects(credentials: Credentials) -> bool:
+        with (
+            contextlib.suppress(UnreachableError),
+            DetectorClient(address, retries=0, credentials=credentials) as client,
+        ):
+            return len(client.detect(picture())) > 0
+        return False
+
+    credentials, others = renew(), front_end_pids(os.getpid())
     settings = {"host": "localhost", "front_ends": 2, **files}
     with served_in_thread(wide_bundle, **settings) as address:
-        connect = partial(DetectorClient, address, timeout_s=60)
-        with connect(credentials=credentials) as client:
-            assert len(client.detect(picture()))
-        with connect(credentials=renew()) as client:
-            assert len(client.detect(picture()))
+        assert connects(credentials)
+        credentials = renew()
+        wait_until(lambda: connects(credentials))
+        # A new front end gets the content that the server has loaded.
+        files["tls_key"].write_text("no key")
+        for pid in front_end_pids(os.getpid()) - others:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: connects(credentials))

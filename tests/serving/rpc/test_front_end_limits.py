@@ -74,11 +74,11 @@ async def test_rate_limit_counts_all_connections(wide_bundle: Path, picture: Enc
 
 
 async def test_two_servers_do_not_share_a_port() -> None:
-    first = FrontEndServer(1, ServeConfig(port=0), [])
+    first = FrontEndServer(1, ServeConfig(port=0), None, [])
     with pytest.raises(ServingError, match="cannot listen on"):
-        FrontEndServer(1, ServeConfig(port=first.port), [])
+        FrontEndServer(1, ServeConfig(port=first.port), None, [])
     await first.stop()
-    await FrontEndServer(1, ServeConfig(port=first.port), []).stop()
+    await FrontEndServer(1, ServeConfig(port=first.port), None, []).stop()
 
 
 @pytest.mark.parametrize(("gpus", "count"), [(0, 0), (1, 0), (2, 2), (4, 4)])

@@ -110,7 +110,7 @@ async def test_front_end_that_cannot_start_is_tried_again(
             raise errors.pop()
         return new_front_end(server)
 
-    server = FrontEndServer(1, ServeConfig(port=0), [])
+    server = FrontEndServer(1, ServeConfig(port=0), None, [])
     await server.start()
     monkeypatch.setattr(FrontEndServer, "_new_front_end", fail_once)
     (killed,) = front_end_pids(os.getpid())

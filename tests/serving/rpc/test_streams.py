@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,6 +19,8 @@ from triton_requests import MODEL, infer_request
 from maskrcnn_trt.protos.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
+from maskrcnn_trt.serving.pipeline.admission import AdmissionController
+from maskrcnn_trt.serving.rpc.streams import Admission, Streams
 
 Encode = Callable[..., bytes]
 
@@ -136,3 +141,61 @@ async def test_stop_drains_admitted_requests_and_ends_the_stream(
             await stopping
             assert await stream.code() is grpc.StatusCode.UNAVAILABLE
             assert 0 < responded < REQUESTS
+
+
+async def test_no_response_follows_a_failed_one_in_an_ordered_stream() -> None:
+    pipeline: Any = SimpleNamespace(admission=AdmissionController(8), stream_window=8)
+    written: list[int] = []
+
+    async def write(response: int) -> None:
+        written.append(response)
+        await asyncio.sleep(0)
+        if response == 1:
+            raise ValueError("the message is too large to serialise")
+
+    async def requests() -> AsyncIterator[int]:
+        for number in range(4):
+            yield number
+
+    async def respond(request: int, admission: Admission) -> int:
+        async with admission:
+            return request
+
+    context: Any = SimpleNamespace(write=write, peer=lambda: "")
+    streams = Streams[int](lambda _: pipeline, lambda _: 1)
+    with pytest.raises(ExceptionGroup) as caught:
+        await streams.process(requests(), respond, context, in_order=True)
+    assert caught.group_contains(ValueError, match="too large")
+    assert written == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("front_ends", [0, 1])
+async def test_cancelled_streams_do_not_stay_open(
+    wide_bundle: Path, picture: Encode, front_ends: int
+) -> None:
+    """An image can fail while its stream is cancelled."""
+    request, queue_size = infer_request(MODEL, b"no image", picture()), 2
+    end = time.monotonic() + 4
+
+    async def cancel_streams(address: str) -> None:
+        pauses = random.Random(0)
+        async with connected(address, GRPCInferenceServiceStub) as stub:
+            while time.monotonic() < end:
+                call = stub.ModelStreamInfer()
+                with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                    for _ in range(8):
+                        await call.write(request)
+                    await asyncio.sleep(pauses.random() * 0.03)
+                call.cancel()
+
+    with served_in_thread(wide_bundle, front_ends=front_ends, queue_size=queue_size) as address:
+        await asyncio.gather(*(cancel_streams(address) for _ in range(4)))
+        await asyncio.sleep(1)
+        async with contextlib.AsyncExitStack() as open_streams:
+            # The server accepts 8 open calls per admission slot.
+            for _ in range(8 * queue_size):
+                stub = await open_streams.enter_async_context(connected(address))
+                call = stub.DetectStream(timeout=60)
+                await call.write(pb.DetectRequest(image=picture()))
+                assert (await call.read()).HasField("response")
