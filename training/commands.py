@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _TrainCommand(ConfiguredCommand):
-    """Command `train`. If its first positional argument is `finetune`, `train finetune` runs.
+    """Command `train`, which runs `train finetune` if its first positional argument is `finetune`.
 
     Options of `train finetune` may precede the word `finetune`.
     """
@@ -33,8 +33,8 @@ class _TrainCommand(ConfiguredCommand):
         The first of `args` that is not an option decides: `finetune` selects `train finetune`.
 
         Raises:
-            click.UsageError: The first argument that is not an option is a misspelling of
-                `finetune`, and is neither an existing path nor a name with a file suffix.
+            click.UsageError: This argument is a misspelling of `finetune`. If it has a file suffix,
+                or is an existing path, it counts as CONFIG instead, and no error is raised.
         """
         first = next((word for word in args if not word.startswith("-")), "")
         if first == "finetune":
@@ -84,10 +84,11 @@ def train(
     CONFIG is a YAML file or the name of a preset. KEY=VALUE overrides a key of CONFIG, as in
     `solver.base_lr=0.01`, and `device=0,1` trains on two GPUs.
 
-    With --resume, the training images and annotations, the sections model and data, and the keys
-    seed, solver.optimizer and solver.images_per_batch must be those of the interrupted run.
-    Exceptions in section data are the keys val, workers, on_broken, flip_probability and
-    transforms, and the paths in train. The exceptions and all other keys may change.
+    With --resume, the following must be the same as in the interrupted run: the content of the
+    training images and annotations, the section model, the section data except its keys val,
+    workers, on_broken, flip_probability and transforms, and the keys seed, solver.optimizer and
+    solver.images_per_batch. If the files were moved, the paths in data.train may change, too. All
+    other keys may change.
     """
     from .config import load_config
 

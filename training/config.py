@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from ..model.bundle.spec import BUCKET_STEP, ResizeRule, ShapeBucket
 from ..model.config.error_messages import validation_message
 from ..model.config.overrides import OverrideError
-from ..model.config.schema import FrozenConfig, ModelConfig
+from ..model.config.schema import ModelConfig, YamlConfig
 from .config_sources import SourceError, Values, read_values
 from .devices import DeviceField, number_of_processes
 from .solver_config import SolverConfig
@@ -23,7 +23,7 @@ class ConfigError(Exception):
     """Invalid configuration: bad key or value, or conflict with data, machine or earlier run."""
 
 
-class DatasetConfig(FrozenConfig):
+class DatasetConfig(YamlConfig):
     """Paths of a data set in COCO format."""
 
     images: Path
@@ -35,11 +35,11 @@ class DatasetConfig(FrozenConfig):
 class ExtraDatasetConfig(DatasetConfig):
     """Paths and weight of an additional training set in COCO format."""
 
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, le=1000)
     """Average number of times that an epoch uses each image. The weight of `data.train` is 1."""
 
 
-class DataConfig(FrozenConfig):
+class DataConfig(YamlConfig):
     """Training and validation sets, and preprocessing of their images."""
 
     train: DatasetConfig
@@ -117,7 +117,7 @@ EvaluatorName = Literal["pycocotools", "faster-coco-eval"]
 _METRIC = re.compile("(bbox|segm)/(AP|AP50|AP75|AR1|AR10|AR100|A[PR][sml]|AP/.+)")
 
 
-class EvaluationConfig(FrozenConfig):
+class EvaluationConfig(YamlConfig):
     """COCO evaluation of the validation set."""
 
     period: int = Field(0, ge=0)
@@ -185,7 +185,7 @@ class EvaluationConfig(FrozenConfig):
         return self
 
 
-class TrainConfig(FrozenConfig):
+class TrainConfig(YamlConfig):
     """Configuration of a training run.
 
     A YAML file may contain the key `base`: the name of a preset, or the path of a base file,
@@ -239,21 +239,22 @@ class TrainConfig(FrozenConfig):
         return self
 
 
-def load_config(source: str, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(source: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Load a training configuration from a preset or a YAML file, with `key.path=value` overrides.
 
     Raises:
         ConfigError: A file is missing, or a key or value is invalid (see `validated_config`). Or
             the key `weights` is not set, although parts of the backbone are frozen.
     """
-    config = validated_config(source, overrides)
+    config = validated_config(str(source), overrides)
     backbone = config.model.backbone
     pretrained = backbone.frozen_stages > 0 or backbone.norm == "frozen_bn"
     if pretrained and "weights" not in config.model_fields_set:
         raise ConfigError(
-            f"{source}: the backbone has frozen stages or frozen batch norm but no weights; set "
-            "weights=FILE, or weights=null for random weights, or train the whole backbone with "
-            "model.backbone.frozen_stages=0 and model.backbone.norm=gn"
+            f"{source}: the key `weights` is missing, but the backbone has frozen stages or frozen "
+            "batch norm; set weights=FILE, or train the whole backbone with "
+            "model.backbone.frozen_stages=0 and model.backbone.norm=gn; to freeze random weights, "
+            "set weights=null"
         )
     return config
 

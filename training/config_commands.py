@@ -54,9 +54,9 @@ class ConfiguredCommand(click.Command):
             key = _key_of_option(error.option_name)
             if key is None or difflib.get_close_matches(error.option_name, options, cutoff=0.8):
                 raise
-            length = ", the number of steps" if key == "solver.max_iterations" else ""
+            meaning = ", the number of steps" if key == "solver.max_iterations" else ""
             raise click.UsageError(
-                f"{error.option_name} is not an option; set the key {key}=VALUE{length}", ctx
+                f"{error.option_name} is not an option; give {key}=VALUE{meaning}, instead", ctx
             ) from None
         overrides: Sequence[str] = ctx.params.get("overrides", ())
         for text, value in zip_longest(overrides, overrides[1:], fillvalue="VALUE"):
@@ -86,9 +86,9 @@ def _known_keys() -> list[str]:
 
 
 def _key_of_option(option: str) -> str | None:
-    """Return the configuration key for an unknown option: `solver.base_lr` for `--base-lr`.
+    """Return the configuration key that an unknown option means: `solver.base_lr` for `--base-lr`.
 
-    None: the option stands for no key, or for several keys.
+    If the option matches no key, or several keys, return None.
     """
     name = option.lstrip("-").replace("-", "_")
     same = [key for key in _known_keys() if key.rpartition(".")[2] == name]
@@ -164,6 +164,6 @@ def _default_of(key: "Key") -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the first sentence of the comments of a preset's YAML text."""
+    """Return the description of a preset: the first sentence of the comments in its YAML text."""
     comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
     return re.split(r"(?<=\.)\s", comment, maxsplit=1)[0]

@@ -42,8 +42,9 @@ def read_values(source: str, overrides: Sequence[str], sections: Values | None) 
     """Read the values of a preset or YAML file and of its base, and apply overrides.
 
     The key `base` is the name of a preset, or the path of a YAML file relative to the file with
-    this key. The base supplies the values of keys that the file does not set. The merged values are
-    not validated.
+    this key. The base supplies the values of keys that the file does not set. An empty mapping in
+    the file replaces the base's mapping. If the file sets `solver.max_iterations`, the base's
+    `solver.epochs` is not used. The merged values are not validated.
 
     Args:
         source: Name of a preset, or path of a YAML file.
@@ -75,6 +76,10 @@ def _merged(source: str, folder: Path, above: tuple[str, ...]) -> Values:
         return values
     if not isinstance(base, str):
         raise SourceError(f"{name}: base is {base!r}, not the name of a preset or path of a file")
+    solver = values.get("solver")
+    if isinstance(solver, dict) and "max_iterations" in solver:
+        # If the base's `epochs` were kept, it would replace `max_iterations`.
+        values["solver"] = {"epochs": None, **solver}
     return _overlay(_merged(base, Path(name).parent, (*above, name)), values)
 
 
@@ -82,7 +87,8 @@ def _read(source: str, path: Path) -> Values:
     text: str | bytes
     if source in presets():
         text = preset_text(source)
-    elif zipfile.is_zipfile(path):
+    # `is_zipfile` reads pipes and devices without end.
+    elif path.is_file() and zipfile.is_zipfile(path):
         raise SourceError(f"'{path}' is an archive; unpack it, and give the folder or file in it")
     elif path.is_file():
         text = path.read_bytes()
@@ -111,9 +117,12 @@ def _read(source: str, path: Path) -> Values:
 
 
 def _overlay(base: Values, values: Values) -> Values:
-    """Return a copy of `base` updated with `values`. Nested mappings are merged recursively."""
+    """Return a copy of `base` updated with `values`.
+
+    Nested mappings are merged recursively, but an empty mapping in `values` replaces the base's.
+    """
     merged = base | values
     for key, value in values.items():
-        if isinstance(below := base.get(key), dict) and isinstance(value, dict):
+        if isinstance(below := base.get(key), dict) and isinstance(value, dict) and value:
             merged[key] = _overlay(below, value)
     return merged

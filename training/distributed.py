@@ -57,6 +57,11 @@ class Worker(NamedTuple):
         distributed.broadcast_object_list(values)
         return values[0]
 
+    def broadcast(self, values: Tensor) -> None:
+        """Broadcast: replace the values of a tensor by those of rank 0."""
+        if self.world_size > 1:
+            distributed.broadcast(values, src=0)
+
     def wait_for_ranks(self) -> None:
         """Barrier: wait until all ranks have called this method."""
         if self.world_size > 1:

@@ -19,9 +19,9 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def collect_frozen_objects() -> None:
-    """Collect unreachable objects, including those that `CocoDataset` froze with `gc.freeze`.
+    """Free unreachable objects, including those that `CocoDataset` froze with `gc.freeze`.
 
-    Afterwards, freeze all remaining objects.
+    Afterwards, freeze all remaining objects, so that later collections skip them.
     """
     gc.unfreeze()
     gc.collect()

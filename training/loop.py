@@ -49,9 +49,10 @@ class TrainingLoop:
             last: Checkpoint that the run resumes from. None: the run is new.
 
         Raises:
-            ConfigError: The model lacks a category of the validation set. Or the run computes no
-                metrics, although `evaluation.expected` or an early-stopping key is set. With
-                `evaluation.skip_test`, early-stopping keys are ignored.
+            ConfigError: The model lacks a category of the validation set. Or `evaluation.expected`
+                or an early-stopping key is set, but the run computes no metrics. This is not an
+                error for early-stopping keys if `evaluation.skip_test` is set, because it disables
+                them.
             DataError: The validation set is unreadable, there is no image to train on, or
                 `solver.images_per_batch` is not divisible by ranks times `solver.accumulate`.
         """
@@ -152,11 +153,11 @@ class TrainingLoop:
             self._trainer.freeze_backbone()
 
     def _evaluate_and_save(self, report: TrainingReport) -> bool:
-        """Evaluate the model if the configuration requires an evaluation after this iteration.
+        """Evaluate and save the model if either is due. Return whether training ends.
 
-        Otherwise, draw validation images if a drawing is due. Write a checkpoint with each
-        evaluation, every `checkpoint_period` iterations, and at the end of training. Return whether
-        training ends.
+        Evaluate if the configuration requires an evaluation after this iteration. Otherwise, draw
+        validation images if a drawing is due. Write a checkpoint with each evaluation, every
+        `checkpoint_period` iterations, and at the end of training.
         """
         trainer, config = self._trainer, self._config
         final = trainer.iteration >= config.solver.max_iterations
@@ -184,6 +185,7 @@ class TrainingLoop:
         # With several ranks, the all-reduce in this method also ensures that rank 0 has written the
         # checkpoint. From here on, a signal can end each rank without waiting for the others.
         self._stop_if_interrupted()
+        self._trainer.share_statistics()
         with report.evaluating(), self._interruption.immediate():
             metrics = validation.measure(
                 self._trainer.evaluated_model, self._progress, iteration=self._trainer.iteration

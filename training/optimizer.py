@@ -1,5 +1,7 @@
 """Optimiser of a training run: parameter groups, learning rates, and clipping of gradients."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -26,11 +28,45 @@ def build_optimizer(model: nn.Module, config: SolverConfig) -> torch.optim.Optim
         betas = (config.momentum, 0.999)
         return torch.optim.AdamW(groups, lr=config.base_lr, betas=betas, fused=True)
     sgd = torch.optim.SGD(groups, lr=config.base_lr, momentum=config.momentum, fused=True)
-    for parameter in trainable.values():
-        # Create the momentum buffers here, because a checkpoint without them cannot be resumed.
-        # Fused SGD creates them in its first step, except if that step overflows in fp16.
-        sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    _create_momentum(sgd)
     return sgd
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Restore the state of an optimiser, such as momentum, from a checkpoint.
+
+    `state` is the optimiser's `state_dict` in the checkpoint. The optimiser keeps its own settings,
+    such as weight decay.
+    """
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    for parameter, tensors in optimizer.state.items():
+        for name, tensor in tensors.items():
+            if tensor.shape == parameter.shape:
+                # Fused optimisers pair the elements of a parameter and of its state by their order
+                # in memory, which differs if the key `channels_last` has changed.
+                tensors[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+    if isinstance(optimizer, torch.optim.SGD):
+        # Parameters that were frozen in the interrupted run have no momentum.
+        _create_momentum(optimizer)
+
+
+def _create_momentum(sgd: torch.optim.SGD) -> None:
+    """Create the momentum buffers that do not exist yet.
+
+    Fused SGD creates all of them in its first step, except if that step overflows in fp16. A
+    checkpoint without them could not be resumed.
+    """
+    for group in sgd.param_groups:
+        for parameter in group["params"]:
+            state = sgd.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def set_learning_rates(

@@ -1,9 +1,8 @@
 """Seed, save and restore the global random generators of Python, numpy and torch.
 
-The package's code changes their states only when it initialises the model. Its batches, flips and
-sampling depend only on seed and iteration. Layers that users add, such as dropout, may use the
-generators. The states are saved so that a resumed run with these layers equals an uninterrupted
-one.
+The package changes their states only when it initialises the model: batches, flips and sampling
+depend only on seed and iteration. However, layers that users add, such as dropout, may use the
+generators. The states are saved so that a resumed run with such layers equals an uninterrupted run.
 """
 
 import random

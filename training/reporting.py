@@ -61,8 +61,7 @@ def check_loss_scale(scaler: GradScaler, iteration: int) -> None:
         raise DivergenceError(
             "in fp16, steps were skipped because gradients were NaN or infinite, and the loss "
             f"scale fell to {scaler.get_scale():.1g} by iteration {iteration}",
-            "start a new run with precision=bf16 or, if the run is compiled, with compile=false; "
-            "if this error comes back, lower solver.base_lr",
+            "start a new run with precision=bf16; if this error comes back, lower solver.base_lr",
         )
 
 
@@ -174,9 +173,9 @@ class TrainingReport:
             tracker.log(metrics, iteration)
 
     def record_drawing(self, iteration: int, path: Path) -> None:
-        """If the PNG file `path` exists, send it to the trackers as the drawing of an iteration.
+        """Send a drawing of detections, the PNG file `path`, to the trackers, if the file exists.
 
-        `iteration` is the number of completed iterations.
+        `iteration` is the number of iterations that were completed when it was drawn.
         """
         if path.is_file():
             for tracker in self._trackers:

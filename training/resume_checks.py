@@ -76,10 +76,15 @@ def with_initial_weights(config: TrainConfig, checkpoint: Checkpoint) -> TrainCo
 def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> None:
     """Check that a run can be resumed from a checkpoint with the current configuration and data.
 
-    The sections `model` and `data`, the training images and annotations, the seed, the optimiser
-    type and the batch size must be those of the checkpoint. Exceptions in `data` are the keys
-    `val`, `workers`, `on_broken`, `flip_probability` and `transforms`, and the paths in `train`.
-    The exceptions and all other keys may change. Changes are logged, except those of `output_dir`.
+    The following must be the same as in the checkpoint:
+
+    - the training images and annotations
+    - the seed, the optimiser type and the batch size
+    - the section `model`
+    - the section `data`, except for `val`, `workers`, `on_broken`, `flip_probability`,
+      `transforms`, and the paths in `train`
+
+    All other keys may change. Changes are logged, except those of `output_dir`.
 
     Args:
         checkpoint: Checkpoint to resume from.

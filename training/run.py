@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..model.checkpoint import Checkpoint, load_checkpoint
 from ..model.config.reference import text_from_value
+from ..model.shell_commands import shell_path
 from .classes import set_classes_from_dataset
 from .config import ConfigError, TrainConfig, yaml_from_config
 from .config_sources import CONFIG_FILE
@@ -20,7 +21,7 @@ from .interruption import TrainingInterrupted
 from .loop import TrainingLoop
 from .reporting import LOG_FILE
 from .resume_checks import check_resumable, run_identity, with_initial_weights
-from .run_folder import RunFolder
+from .run_folder import RunFolder, create_output_folder
 from .run_length import with_run_length
 from .terminal import terminal_progress
 from .tracking import check_trackers
@@ -38,8 +39,8 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
     Raises:
         ConfigError: The configuration does not fit the data, the machine or the resumed run. It
             requires several processes, but `torchrun` or `maskrcnn train` did not start them. A
-            tracker is not installed or cannot start. `output_dir` is a file, or contains a run
-            although `resume` is False, or another process trains in it.
+            tracker is not installed or cannot start. `output_dir` cannot be created or written, or
+            contains a run although `resume` is False, or another process trains in it.
         DataError: The data set is unreadable or has no usable image, or `solver.images_per_batch`
             is not divisible by ranks times `solver.accumulate`.
         CheckpointError: The initial weights or the last checkpoint cannot be read.
@@ -64,7 +65,10 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
 
 
 def evaluate_checkpoint(
-    checkpoint: Path, source: str, overrides: Sequence[str] = (), report: Path | None = None
+    checkpoint: str | Path,
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    report: str | Path | None = None,
 ) -> dict[str, float]:
     """Evaluate a checkpoint on a validation set. Call it in every process of `torchrun`.
 
@@ -85,14 +89,14 @@ def evaluate_checkpoint(
     Raises:
         CheckpointError: The checkpoint cannot be read.
         ConfigError: The configuration is invalid. There is no validation set, or it has categories
-            that the checkpoint lacks.
+            that the checkpoint lacks. Or `output_dir` cannot be created or written.
         DataError: The validation set is unreadable.
         RankLostError: Another rank ended, or did not answer for 30 minutes.
     """
-    loaded = load_checkpoint(checkpoint)
-    config = load_evaluation_config(source, overrides, loaded)
+    loaded = load_checkpoint(Path(checkpoint))
+    config = load_evaluation_config(str(source), overrides, loaded)
     with worker(config.device) as rank:
-        return evaluate_loaded(loaded, config, rank, report)
+        return evaluate_loaded(loaded, config, rank, None if report is None else Path(report))
 
 
 def evaluate_loaded(
@@ -110,10 +114,12 @@ def evaluate_loaded(
         Metrics by name, the same on all ranks.
 
     Raises:
-        ConfigError: There is no validation set, or it has categories that the checkpoint lacks.
+        ConfigError: There is no validation set, or it has categories that the checkpoint lacks. Or
+            `output_dir` cannot be created or written.
         DataError: The validation set is unreadable.
         GpuMemoryError: A batch needs more memory than the GPU has.
     """
+    create_output_folder(config.output_dir)
     set_arithmetic(config)
     with terminal_progress(rank) as progress:
         if rank.is_main:
@@ -126,9 +132,11 @@ def evaluate_loaded(
 def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:
     """Train a model on this rank, or resume the run in `config.output_dir`. Call it on every rank.
 
-    Raises the errors of `run_training`, except for `ExpectationError` and `RankLostError`. The key
-    `evaluation.expected` is not checked. If another rank is lost, torch's `RuntimeError` is raised;
-    the context manager `distributed.worker` converts it to `RankLostError`.
+    Raises the errors of `run_training`, with two differences:
+
+    - `ExpectationError` is never raised, because `evaluation.expected` is not checked.
+    - If another rank is lost, torch's `RuntimeError` is raised. The context manager
+      `distributed.worker` converts it to `RankLostError`.
 
     Returns:
         Path of the final checkpoint, and its metrics by name. The metrics are empty if the
@@ -177,10 +185,11 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
             # another collective operation, which fails when this process ends.
             logger.info(
                 "interrupted after iteration %d of %d; to continue from %s, repeat the command "
-                "with --resume",
+                "with --resume, or run `maskrcnn train %s --resume`",
                 trainer.iteration,
                 config.solver.max_iterations,
                 folder.last(),
+                shell_path(config.output_dir / CONFIG_FILE),
             )
             raise
         # Rank 0 writes the checkpoint. The other ranks must not return before it exists.

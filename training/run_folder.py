@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..model.atomic_files import atomic_write
+from ..model.atomic_files import atomic_write, check_creatable
 from ..model.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 from .config import ConfigError
 
@@ -39,25 +39,17 @@ class RunFolder:
             The last checkpoint. None: the folder contains no run.
 
         Raises:
-            ConfigError: The folder contains a run and `resume` is False, or the path or one of
-                its parents is a file.
+            ConfigError: The folder contains a run and `resume` is False, or the folder cannot be
+                created or written.
             CheckpointError: The last checkpoint cannot be read.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            # The exception contains the whole path, even if one of its parents is the file.
-            parts = (*reversed(self.path.parents), self.path)
-            file = next(part for part in parts if not part.is_dir())
-            raise ConfigError(
-                f"output_dir: {file} is a file; choose a folder with output_dir=FOLDER"
-            ) from None
+        create_output_folder(self.path)
         if not self.contains_run():
             return None
         if not resume:
             raise ConfigError(
                 f"{self.path} contains a run with checkpoint {self.last().name}; resume it with "
-                "--resume, or choose another folder with output_dir=FOLDER"
+                "--resume (in Python, resume=True), or choose another folder with output_dir=FOLDER"
             )
         try:
             return load_checkpoint(self.last())
@@ -116,14 +108,14 @@ class RunFolder:
         # copied.
         if not pointer.exists() and (checkpoints := self._checkpoints()):
             return max(checkpoints, key=_modified)
-        return self.path / pointer.read_text().strip()
+        return self.path / pointer.read_text(errors="replace").strip()
 
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
         """Write a checkpoint atomically, and its name to `last_checkpoint`.
 
-        Then delete all checkpoints `model_<iteration>.pth` except for the latest `keep` of them.
-        `keep` is the constructor's argument. If it is None, delete nothing. Checkpoints of later
-        iterations than `checkpoint` are neither counted nor deleted.
+        Then delete old checkpoints: of the files `model_<iteration>.pth` up to the iteration of
+        `checkpoint`, only the latest `keep` remain. `keep` is the constructor's argument. If it is
+        None, nothing is deleted.
 
         Args:
             checkpoint: Checkpoint to write.
@@ -139,10 +131,10 @@ class RunFolder:
         self._remove_older_than(checkpoint.iteration)
 
     def _remove_older_than(self, iteration: int) -> None:
-        """Remove old checkpoints: of those up to iteration `iteration`, keep only the last `keep`.
+        """Remove numbered checkpoints up to an iteration, except for the last `keep` of them.
 
-        Only numbered checkpoints are removed. `keep` is the constructor's argument. If it is None,
-        keep all.
+        `keep` is the constructor's argument. If it is None, remove nothing. Checkpoints of later
+        iterations are neither counted nor removed.
         """
         # Later checkpoints exist if the user resumed from an older one. Keep them, because this run
         # did not write them.
@@ -165,6 +157,21 @@ class RunFolder:
             f"to resume from an older checkpoint, write its name, such as {newest.name}, to "
             f"{self.path / _LAST}"
         )
+
+
+def create_output_folder(path: Path) -> None:
+    """Create `output_dir` if it does not exist.
+
+    Raises:
+        ConfigError: The folder cannot be created, or no file can be created in it.
+    """
+    try:
+        check_creatable(path)
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {path}: {error.strerror}; choose another folder with output_dir=FOLDER"
+        ) from None
 
 
 def _modified(path: Path) -> float:

@@ -27,8 +27,8 @@ def finetuning_epochs(images: int) -> float:
 def with_run_length(dataset: CocoDataset, config: TrainConfig) -> TrainConfig:
     """Return a configuration with `solver.epochs`, if set, converted to `solver.max_iterations`.
 
-    If the run has more than 50 times the epochs that the function `finetuning_epochs` returns for
-    its number of training images, a warning is logged.
+    If the run is far too long for its number of training images (more than 50 times the epochs that
+    `finetuning_epochs` estimates), log a warning.
 
     Raises:
         DataError: `solver.epochs` is set, and the data set has no image for training.

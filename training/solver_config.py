@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..model.config.schema import FrozenConfig
+from ..model.config.schema import YamlConfig
 
 
-class SolverConfig(FrozenConfig):
+class SolverConfig(YamlConfig):
     """Optimiser, length of the run, and learning-rate schedule."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
@@ -28,9 +28,9 @@ class SolverConfig(FrozenConfig):
     """Momentum of SGD, or the first beta of AdamW."""
     weight_decay: float = Field(1e-4, ge=0)
     """Weight decay of layer weights. Biases and normalisation parameters have none."""
-    max_iterations: int = Field(90000, ge=1)
+    max_iterations: int = Field(90000, ge=1, le=1_000_000_000)
     """Number of optimiser steps of the run."""
-    epochs: int | None = Field(None, ge=1)
+    epochs: int | None = Field(None, ge=1, le=1_000_000)
     """Length of the run in epochs. It replaces `max_iterations`, scales `steps` to the new length,
     and limits the warm-up to a tenth of the run. None: use `max_iterations`."""
     schedule: Literal["steps", "cosine", "linear"] = "steps"
@@ -83,9 +83,9 @@ class SolverConfig(FrozenConfig):
         if len({0, *steps}) <= len(steps):
             raise ValueError(
                 f"steps {list(self.steps)} become {list(steps)} when scaled from "
-                f"{self.scale_from_batch} to {self.images_per_batch} images_per_batch, but no "
-                "two may be equal, and none may be 0; set scale_from_batch=null and a schedule for "
-                "this batch size"
+                f"{self.scale_from_batch} to {self.images_per_batch} images_per_batch, but steps "
+                "must be distinct and above 0; set scale_from_batch=null and a schedule for this "
+                "batch size"
             )
         scaled = {
             "scale_from_batch": None,
@@ -99,7 +99,7 @@ class SolverConfig(FrozenConfig):
     def with_epoch_length(self, iterations_per_epoch: int) -> "SolverConfig":
         """Return the configuration with `epochs` converted to `max_iterations`.
 
-        `with_length` fits the steps and the warm-up to the new length. If `epochs` is None, the
+        This also adapts `steps` and the warm-up, as `with_length` does. If `epochs` is None, the
         configuration is returned unchanged.
 
         Args:

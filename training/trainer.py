@@ -20,7 +20,7 @@ from .data.loading.batches import Batch
 from .distributed import GradientSum, RankSum, Worker
 from .fused_layers import fuse_layers
 from .garbage_collection import collect_frozen_objects
-from .optimizer import apply_gradients, build_optimizer, set_learning_rates
+from .optimizer import apply_gradients, build_optimizer, restore_optimizer, set_learning_rates
 from .random_state import generator_states, restore_generators, seed_generators
 from .weight_average import WeightAverage
 
@@ -111,27 +111,25 @@ class Trainer:
         long = self.config.solver.max_iterations >= WORTH_COMPILING
         return long and self.worker.device.type == "cuda"
 
-    def _changing_buffers(self) -> list[Tensor]:
-        # Only batch norm changes buffers.
-        norms = (module for module in self.model.modules() if isinstance(module, nn.BatchNorm2d))
-        return [buffer for norm in norms for buffer in norm.buffers()]
-
     def _sums_gradients(self) -> bool:
         """Return whether `GradientSum`, not DistributedDataParallel, sums the gradients."""
         # Each part of a compiled backward pass returns all its gradients at once, so
         # DistributedDataParallel would only add a copy of each gradient into its communication
         # buffers. A model with changing buffers needs DistributedDataParallel, which copies these
         # buffers from rank 0.
-        return self.worker.world_size > 1 and self._compiles() and not self._changing_buffers()
+        return self.worker.world_size > 1 and self._compiles() and not _changing_buffers(self.model)
 
     def _over_ranks(self) -> nn.Module:
-        """Return the model, wrapped in DistributedDataParallel if this must sum the gradients.
+        """Return the model, wrapped in DistributedDataParallel if necessary.
 
-        The model is not wrapped if there is one rank, or if `GradientSum` sums the gradients.
+        DistributedDataParallel sums the gradients over the ranks. It is not needed if there is only
+        one rank, or if `GradientSum` sums the gradients.
         """
         if self.worker.world_size == 1 or self._gradient_sum is not None:
             return self.model
-        return DistributedDataParallel(self.model, broadcast_buffers=bool(self._changing_buffers()))
+        return DistributedDataParallel(
+            self.model, broadcast_buffers=bool(_changing_buffers(self.model))
+        )
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         """Restore model, optimiser, loss scaler and random generators from a checkpoint.
@@ -141,18 +139,12 @@ class Trainer:
         Call `check_resumable` first.
         """
         state = checkpoint.training_state
-        settings = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
         # With a moving average, the checkpoint's `weights` are the average, and its training state
         # has the weights of the trained model.
         self.model.load_state_dict(state.get("model", checkpoint.weights))
         if self.average is not None:
             self.average.model.load_state_dict(checkpoint.weights)
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(own)
+        restore_optimizer(self.optimizer, state["optimizer"])
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.iteration = checkpoint.iteration
@@ -172,14 +164,24 @@ class Trainer:
         """Model to evaluate and to export: the weight average if there is one, else the model."""
         return self.model if self.average is None else self.average.model
 
+    def share_statistics(self) -> None:
+        """Replace the batch-norm statistics of `evaluated_model` by those of rank 0.
+
+        Call this on every rank before an evaluation over all ranks, so that all ranks evaluate the
+        model that checkpoints contain. After a step, each rank has the statistics of its own
+        images, but checkpoints have those of rank 0.
+        """
+        for buffer in _changing_buffers(self.evaluated_model):
+            self.worker.broadcast(buffer)
+
     def state(self) -> dict[str, Any]:
         """Return the states of optimiser, loss scaler and random generators, for a checkpoint.
 
-        With a moving average, the result includes the weights of the trained model. The
-        checkpoint's `weights` are then the average.
+        If a moving average of the weights is kept, the checkpoint's `weights` are the average. The
+        result then also includes the weights of the trained model.
 
-        Every rank must call this method. On rank 0, the result has the generators' states of all
-        ranks. On the other ranks, it has none.
+        Every rank must call this method. Only the result on rank 0 has states of random generators:
+        those of all ranks.
         """
         trained = {} if self.average is None else {"model": self.model.state_dict()}
         return {
@@ -190,9 +192,12 @@ class Trainer:
         }
 
     def freeze_backbone(self) -> None:
-        """Freeze the ResNet (not the FPN): its weights and batch-norm statistics."""
-        backbone = self.model.backbone
-        parameters = list(backbone.body.parameters())
+        """Freeze the ResNet (not the FPN): its weights and batch-norm statistics.
+
+        With C4 features, also freeze res5, which is a part of the heads.
+        """
+        backbone, heads = self.model.backbone, self.model.roi_heads
+        parameters = [*backbone.body.parameters(), *heads.shared_head.parameters()]
         if not any(parameter.requires_grad for parameter in parameters):
             return
         logger.info(
@@ -201,6 +206,7 @@ class Trainer:
             self.config.solver.freeze_backbone_after_epoch,
         )
         backbone.freeze()
+        heads.freeze_shared_head()
         for parameter in parameters:
             # Drop the optimiser's state. The optimiser skips parameters without gradient, so their
             # momentum would only make checkpoints larger.
@@ -269,11 +275,12 @@ class Trainer:
     def _counts(self, batches: Sequence[Batch]) -> Tensor:
         """Return the denominators of the five losses [5], summed over the batches of all ranks.
 
-        In the order of `LOSS_NAMES`, these are the numbers of sampled anchors (for two losses),
-        sampled RoIs (for two losses), and mask pixels of positive RoIs.
+        Each loss of the global batch is divided by its denominator. In the order of `LOSS_NAMES`,
+        the denominators are the numbers of sampled anchors (for two losses), sampled RoIs (for two
+        losses), and mask pixels of positive RoIs.
         """
         counts = torch.zeros(5, device=self.worker.device)
-        buffers = [(buffer, buffer.clone()) for buffer in self._changing_buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in _changing_buffers(self.model)]
         with torch.no_grad(), self.autocast():
             for batch in batches:
                 assert batch.targets is not None
@@ -291,6 +298,12 @@ class Trainer:
         if dtype is None:
             return nullcontext()
         return torch.autocast(self.worker.device.type, dtype)
+
+
+def _changing_buffers(model: nn.Module) -> list[Tensor]:
+    # Only batch norm changes buffers.
+    norms = (module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+    return [buffer for norm in norms for buffer in norm.buffers()]
 
 
 def _memory_message(config: TrainConfig, world_size: int) -> str:

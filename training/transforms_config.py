@@ -6,10 +6,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
 from ..model.config.error_messages import validation_message
-from ..model.config.schema import FrozenConfig
+from ..model.config.schema import YamlConfig
+
+# Larger factors need gigabytes per image.
+_Factor = Annotated[float, Field(gt=0, le=10)]
 
 
-class TransformConfig(FrozenConfig):
+class TransformConfig(YamlConfig):
     """Base class of transform configurations. Names and parameters are as in torchvision."""
 
     name: str
@@ -22,14 +25,14 @@ class ScaleJitterConfig(TransformConfig):
     """Large-scale jitter: multiply the size of resized images by a random factor."""
 
     name: Literal["ScaleJitter"]
-    scale_range: tuple[float, float] = (0.1, 2.0)
+    scale_range: tuple[_Factor, _Factor] = (0.1, 2.0)
     """Smallest and largest factor."""
 
     @model_validator(mode="after")
     def _check_range(self) -> "ScaleJitterConfig":
         low, high = self.scale_range
-        if not 0 < low <= high:
-            raise ValueError(f"scale_range [{low}, {high}] is not two ascending positive numbers")
+        if low > high:
+            raise ValueError(f"scale_range [{low}, {high}] is not two ascending numbers")
         return self
 
 

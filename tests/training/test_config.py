@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +7,7 @@ from tiny_run import LoadTiny
 
 from maskrcnn_trt.plugins.nms_keep.kernel import MAX_BOXES
 from maskrcnn_trt.training.config import ConfigError, load_config
+from maskrcnn_trt.training.config_sources import presets
 from maskrcnn_trt.training.schedule import learning_rate
 from maskrcnn_trt.training.solver_config import SolverConfig
 
@@ -43,8 +45,12 @@ REFUSED = {
     "model.rpn.nms=1": "unknown key model.rpn.nms (did you mean model.rpn.nms_iou?); allowed here: "
     "sampling, pre_nms_top_n_train",
     "solver.base_lr=fast": "solver.base_lr is 'fast'; allowed: number, > 0",
+    "solver.base_lr=.inf": "solver.base_lr is inf; allowed: number, > 0",
     "solver.base_lr=-1": "solver.base_lr is -1; allowed: number, > 0",
     "solver.max_iterations=1.5": "solver.max_iterations is 1.5; allowed: whole number, >= 1",
+    "solver.max_iterations=yes": "solver.max_iterations is True; allowed: whole number, >= 1",
+    "solver.max_iterations=10000000000000000000": "allowed: whole number, >= 1, <= 1000000000",
+    "solver.steps=[yes]": "solver.steps is [True]; allowed: list of whole numbers >= 1",
     "solver.steps=[4, 2]": "solver: steps [4, 2] are not in strictly ascending order",
     "solver.steps=4": "solver.steps is 4; allowed: list of whole numbers",
     "solver.steps=[1, x]": "solver.steps.1 is 'x'; allowed for solver.steps: list of whole numbers",
@@ -52,19 +58,21 @@ REFUSED = {
     ">= 1",
     "solver.accumulate=3": "solver: images_per_batch 4 is not divisible by accumulate 3",
     "solver.scale_from_batch=0": "allowed: whole number, >= 1, or null",
-    "solver.epochs=0": "solver.epochs is 0; allowed: whole number, >= 1, or null",
+    "solver.epochs=0": "solver.epochs is 0; allowed: whole number, >= 1, <= 1000000, or null",
     "solver.schedule=poly": "allowed: steps | cosine | linear",
     "solver.ema_decay=1": "solver.ema_decay is 1; allowed: number, > 0, < 1, or null",
     "evaluation={patience: 2}": "patience need evaluations during training",
     "solver=4": "solver is 4; it is a section with the keys optimizer, images_per_batch",
     "model.rpn.sampling=[1]": "model.rpn.sampling is [1]; it is a section with the keys foreground",
+    "evaluation.expected={bbox/AP: .nan}": "evaluation.expected",
+    "evaluation.tolerance=.inf": "evaluation.tolerance",
     "evaluation.expected={bbox/AP: high}": "allowed for evaluation.expected: numbers by name",
     "precision=int8": "precision is 'int8'; allowed: fp32 | tf32 | fp16 | bf16",
     "device=tpu": "device: 'tpu' is neither auto, cpu, cuda nor numbers of GPUs, as in 0,1",
     "device=0,0": "device: 0,0 names a GPU twice",
     "weights=[1]": "weights is [1]; allowed: text, or null",
     "model.backbone.name=vgg16": "allowed: resnet10 | resnet18 | resnet50 | resnet101",
-    "model.backbone.fpn_channels=48": "allowed: whole number, >= 32, multiple of 32",
+    "model.backbone.fpn_channels=48": "allowed: whole number, >= 32, <= 65536, multiple of 32",
     "model.backbone.frozen_stages=6": "allowed: whole number, >= 0, <= 5",
     f"model.rpn.pre_nms_top_n_train={MAX_BOXES + 1}": "model.rpn.pre_nms_top_n_train is 16385; "
     "allowed: whole number, >= 1, <= 16384",
@@ -73,6 +81,8 @@ REFUSED = {
     "model.anchors.sizes: list of numbers > 0, not empty",
     "model.anchors.aspect_ratios=[-1]": "list of numbers > 0, not empty",
     "model.pixel_std=[0, 1, 1]": "list of 3 numbers > 0",
+    "model.roi.box_head_dim=1000000": "allowed: whole number, >= 1, <= 65536",
+    "model.pixel_mean=[.nan, 1, 1]": "model.pixel_mean.0 is nan; allowed",
     "model.pixel_mean=[1]": "model.pixel_mean.1 is missing; allowed for model.pixel_mean: list",
     "data.max_size=32": "data: max_size 32 is below min_size 64",
     "data.buckets=[[64, 100]]": "are not multiples of 32",
@@ -93,6 +103,9 @@ REFUSED = {
     "data.transforms=[{name: SimpleCopyPaste}, {name: ColorJitter}]": "must be the last",
     "data={decode: device, transforms: [{name: ColorJitter}], min_size: 64, max_size: 96, "
     "train: {images: a, annotations: b}}": "data: transforms need decode=workers",
+    "data.transforms=[{name: ScaleJitter, scale_range: [1, 1e300]}]": "scale_range.1 is '1e300'; "
+    "allowed for scale_range: list of 2 numbers > 0 <= 10",
+    "data.extra_train=[{images: a, annotations: b, weight: 1e30}]": "weight is '1e30'; allowed",
     "data.extra_train=[{images: a}]": "data.extra_train.0.annotations is missing; allowed for",
     "data.extra_train=[{images: a, annotations: b, wait: 2}]": "(did you mean "
     "data.extra_train?); allowed for data.extra_train: list of mappings",
@@ -130,8 +143,10 @@ FILES = {
     "{}": "data is missing; it is a section with the keys train, val",
     "data: {train: {images: a}}": "data.train.annotations is missing; allowed: path",
     "model:\ndata:": "model is None; it is a section with the keys num_classes",
-    "data: {train: {images: a, annotations: b}}": "frozen batch norm but no weights; set "
-    "weights=FILE, or weights=null",
+    "data: {train: {images: a, annotations: b}}": "the key `weights` is missing, but "
+    "the backbone has frozen stages or frozen batch norm; set weights=FILE, or train the whole "
+    "backbone with model.backbone.frozen_stages=0 and model.backbone.norm=gn; to freeze random "
+    "weights, set weights=null",
     "base: [1]": "base is [1], not the name of a preset or path of a file",
     "base: run.yaml": "these bases form a cycle",
     "base: quikc": "neither a file nor a preset (did you mean quick?); presets: 1x",
@@ -157,6 +172,13 @@ def test_the_folder_of_a_run_is_answered_with_its_configuration(tmp_path: Path) 
         load_config(str(tmp_path))
 
 
+@pytest.mark.timeout(60)
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe' is neither a file nor a preset"):
+        load_config(tmp_path / "pipe")
+
+
 def test_a_base_is_overlaid_section_by_section(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "mine.yaml").write_text(
@@ -178,6 +200,22 @@ def test_a_base_is_overlaid_section_by_section(tmp_path: Path) -> None:
     assert (config.seed, config.output_dir) == (3, preset.output_dir)
 
 
+def test_a_file_replaces_settings_of_its_base(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(
+        "base: 1x\nsolver: {epochs: 7}\nevaluation: {expected: {bbox/AP: 0.3}}\n"
+    )
+    path = tmp_path / "mine.yaml"
+    for text, iterations, epochs, expected in (
+        ("solver: {max_iterations: 5, steps: []}\nevaluation: {expected: {}}", 5, None, {}),
+        ("solver: {max_iterations: 5, epochs: 3}", 5, 3, {"bbox/AP": 0.3}),
+        ("evaluation: {expected: {segm/AP: 0.2}}", 90000, 7, {"bbox/AP": 0.3, "segm/AP": 0.2}),
+    ):
+        path.write_text(f"base: base.yaml\n{text}")
+        config = load_config(str(path))
+        assert (config.solver.max_iterations, config.solver.epochs) == (iterations, epochs)
+        assert config.evaluation.expected == expected
+
+
 def test_a_circle_of_bases_is_named(tmp_path: Path) -> None:
     for name, base in (("a", "b"), ("b", "c"), ("c", "b")):
         (tmp_path / f"{name}.yaml").write_text(f"base: {base}.yaml")
@@ -195,7 +233,7 @@ def test_frozen_stages_need_an_explicit_choice_of_weights(tmp_path: Path) -> Non
     ):
         load_config(str(path), overrides)
     for norm, stages in (("gn", 1), ("frozen_bn", 0)):
-        with pytest.raises(ConfigError, match="no weights"):
+        with pytest.raises(ConfigError, match="`weights` is missing"):
             load_config(str(path), [f"model.backbone={{frozen_stages: {stages}, norm: {norm}}}"])
 
 
@@ -216,6 +254,13 @@ def test_presets_have_the_reference_schedules(name: str) -> None:
     solver = load_config(name).solver
     found = (solver.images_per_batch, solver.base_lr, solver.max_iterations, solver.steps)
     assert found == SCHEDULES[name]
+
+
+@pytest.mark.parametrize("name", presets())
+def test_overrides_of_a_presets_schedule_are_not_scaled(name: str) -> None:
+    overrides = ["solver.max_iterations=100", "solver.steps=[50]", "solver.base_lr=0.125"]
+    solver = load_config(name, overrides).solver
+    assert (solver.max_iterations, solver.steps, solver.base_lr) == (100, (50,), 0.125)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_every_key_is_shown_with_its_value(tmp_path: Path) -> None:
     words = unwrapped(text)
     for key, allowed in {
         "gamma = 0.25": "number, > 0, <= 1; default 0.1",
-        "max_iterations = 360000": "whole number, >= 1; default 90000",
+        "max_iterations = 360000": "whole number, >= 1, <= 1000000000; default 90000",
         "momentum = 0.9": "number, >= 0, < 1; the default",
         "images = data/coco2017/val2017": "path; required",
     }.items():

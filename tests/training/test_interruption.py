@@ -83,6 +83,7 @@ def test_a_signal_ends_an_evaluation_in_two_processes(tiny_config: Path, tmp_pat
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
     assert b"interrupted after iteration 1 of 1" in errors
+    assert f"maskrcnn train {tmp_path / 'config.yaml'} --resume".encode() in errors
     assert b"Error" not in errors
     assert load_checkpoint(tmp_path / "model_final.pth").iteration == 1
 

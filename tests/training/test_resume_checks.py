@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 from tiny_run import assert_equal, largest_difference, load_tiny, train
 
-from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint
+from maskrcnn_trt.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from maskrcnn_trt.training.config import ConfigError, load_config
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.data.loading.loader import train_loader
@@ -85,6 +86,39 @@ def test_other_keys_may_change(tiny_config: Path, folder: Path) -> None:
     assert "solver.max_iterations=2, previously 1" in log
     assert "weights=gone.pth is ignored" in log
     assert load_config(str(folder / "config.yaml")).weights is None
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_memory_order_may_change(tiny_config: Path, tmp_path: Path, optimizer: str) -> None:
+    settings = (f"solver.optimizer={optimizer}", "solver.base_lr=0.001")
+    begun = train(load_tiny(tiny_config, tmp_path / "0", *settings, "solver.max_iterations=1"))
+    same, other = (
+        train(
+            load_tiny(tiny_config, folder, *settings, "solver.max_iterations=2", change),
+            resume=True,
+        )
+        for change in ("channels_last=false", "channels_last=true")
+        for folder in [Path(shutil.copytree(tmp_path / "0", tmp_path / change))]
+    )
+    step, difference = (_distance(same, end) for end in (begun, other))
+    assert difference < 0.1 * step
+
+
+def _distance(first: Checkpoint, second: Checkpoint) -> float:
+    pairs = zip(first.weights.values(), second.weights.values(), strict=True)
+    return math.sqrt(sum(float((a - b).double().square().sum()) for a, b in pairs))
+
+
+def test_a_frozen_backbone_may_be_trained_again(tiny_config: Path, tmp_path: Path) -> None:
+    frozen, trained = (
+        train(load_tiny(tiny_config, tmp_path, *settings), resume=len(settings) == 1)
+        for settings in (
+            ("solver.max_iterations=1", "solver.freeze_backbone_after_epoch=0"),
+            ("solver.max_iterations=2",),
+        )
+    )
+    name = "backbone.body.layer4.0.conv1.weight"
+    assert not torch.equal(trained.weights[name], frozen.weights[name])
 
 
 def _rename(content: dict[str, Any]) -> None:

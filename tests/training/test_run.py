@@ -48,6 +48,21 @@ def test_two_processes_equal_one(
         assert first == pytest.approx(second, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
+def test_two_processes_evaluate_the_model_that_they_save(tiny_config: Path, tmp_path: Path) -> None:
+    """With batch norm, each process has the statistics of its own images after a step."""
+    settings = (
+        "model.backbone.norm=bn", "solver.ema_decay=0.9", "solver.max_iterations=2",
+        "evaluation={skip_test: false, losses: true, images_per_batch: 1}",
+    )  # fmt: skip
+    args = ("train", str(tiny_config), f"output_dir={tmp_path / 'run'}", *settings)
+    codes, _, errors = tiny_run.run_in_two_processes(tmp_path, *args)
+    assert codes == [0, 0], errors
+    path = tmp_path / "run" / "model_final.pth"
+    expected = measure(path, tiny_config, tmp_path / "evaluated", *settings)
+    assert load_checkpoint(path).metrics == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

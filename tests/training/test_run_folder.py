@@ -50,7 +50,7 @@ def test_the_last_whole_checkpoint_is_resumed(folder: RunFolder, checkpoint: Che
 
 def test_checkpoints_without_the_file_of_the_last_are_a_run(folder: RunFolder) -> None:
     (folder.path / "last_checkpoint").unlink()
-    with pytest.raises(ConfigError, match=r"model_0000020\.pth.*--resume"):
+    with pytest.raises(ConfigError, match=r"model_0000020\.pth.*--resume.*resume=True"):
         folder.open(resume=False)
     assert _iteration_resumed(folder) == 20
 
@@ -132,8 +132,16 @@ def test_a_missing_checkpoint_is_named(folder: RunFolder, name: str) -> None:
         folder.open(resume=True)
 
 
-@pytest.mark.parametrize("inner", ["", "run", "runs/first"])
-def test_a_file_instead_of_the_folder_is_named(tmp_path: Path, inner: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "fact"),
+    [
+        ("taken", "/taken: File exists"),
+        ("taken/run", "in .*/taken .Not a directory"),
+        ("taken/runs/first", "in .*/taken .Not a directory"),
+        ("/proc/run", "in /proc .No such file or directory"),
+    ],
+)
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path, path: str, fact: str) -> None:
     (tmp_path / "taken").write_text("something")
-    with pytest.raises(ConfigError, match=r"/taken is a file.*output_dir=FOLDER"):
-        RunFolder(tmp_path / "taken" / inner).open(resume=False)
+    with pytest.raises(ConfigError, match=rf"{fact}.*output_dir=FOLDER"):
+        RunFolder(tmp_path / path).open(resume=False)

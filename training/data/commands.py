@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from ...model.config.option_types import OUTPUT_FOLDER
 from .convert.command import convert
 from .download.commands import download, extract, verify
 from .edit.command import filter_, merge, split
@@ -47,7 +48,7 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR")
+@click.argument("folder", type=OUTPUT_FOLDER, metavar="DIR")
 @click.option(
     "--train",
     type=click.IntRange(1),

@@ -13,9 +13,11 @@ class LimitedImages:
 
     A candidate is a pair of proposal and class with a score above `roi.score_threshold`. If an
     image has more than `roi.nms_candidates` candidates, the model drops those with the lowest
-    scores before NMS. Detections can be missing for this reason only if the model returns fewer
-    than `roi.max_detections` for the image. Call the model inside a `with` block of the counter,
-    and call `add` after each call of the model.
+    scores before NMS. Such an image is counted if the model returns fewer than `roi.max_detections`
+    detections for it, because otherwise no detection is missing for this reason.
+
+    Call the model inside a `with` block of the counter, and call `add` after each call of the
+    model.
     """
 
     def __init__(self, model: MaskRCNN) -> None:

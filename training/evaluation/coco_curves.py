@@ -103,7 +103,8 @@ def _curves_by_class(
 ) -> dict[IouType, Curves]:
     """Compute curves with faster-coco-eval, in one evaluation per class that has ground truth.
 
-    Each evaluation includes only the images that have ground truth or detections of its class.
+    To save time, each evaluation includes only the images that have ground truth or detections of
+    its class.
     """
     # The time of an evaluation is proportional to images x classes. Most classes occur in few
     # images, so these evaluations take less time than one evaluation of all classes.

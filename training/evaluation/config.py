@@ -29,10 +29,11 @@ _INFERENCE_KEYS = (
 def load_evaluation_config(
     source: str, overrides: Sequence[str], checkpoint: Checkpoint
 ) -> TrainConfig:
-    """Load a YAML file or preset, with its section `model` replaced by that of a checkpoint.
+    """Load a configuration, with its section `model` replaced by that of a checkpoint.
 
-    `data.resize` is taken from the checkpoint unless the source or an override sets it. In section
-    `model`, overrides may change only keys that do not affect training, such as `roi.nms_iou`.
+    `source` is a YAML file or a preset. If neither `source` nor `overrides` sets `data.resize`, it
+    is taken from the checkpoint. In section `model`, overrides may change only keys that do not
+    affect training, such as `roi.nms_iou`.
 
     Raises:
         ConfigError: The configuration is invalid (see `validated_config`), or an override changes a

@@ -117,8 +117,8 @@ class Validation:
         """On rank 0, draw validation images with a model's detections to a PNG file.
 
         The key `evaluation.draw_images` is the number of images. If it is 0, draw nothing. After
-        10 %, 30 % and 100 % of the run's iterations, also write `progress.png`: a stack of the
-        drawings made at these three times. Drawings that do not exist yet are left out.
+        10 %, 30 % and 100 % of the run's iterations, also write `progress.png`, which stacks the
+        drawings of these iterations that exist so far.
 
         Args:
             model: Model to evaluate. It is not changed.

@@ -46,12 +46,12 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     from ..devices import device_from
     from ..launcher import launch_processes
     from ..run_folder import RunFolder
-    from .preparation import check_resumed_data, prepare_finetuning
+    from .preparation import prepare_finetuning, resumed_data
 
     config = None
     if resume and RunFolder(output).contains_run():
         config = resumed_config(output, overrides, given)
-        check_resumed_data(data, config)
+        config = config.model_copy(update={"data": resumed_data(data, config)})
         device, processes = config.device, config.processes
     else:
         device, processes = device_from(given.get("device", "auto")), given.get("processes")
@@ -84,6 +84,9 @@ def _print_plan(data: Path, prepared: "Finetuning") -> None:
 
     click.echo(f"{data}: {prepared.layout.name}")
     click.echo(prepared.splits.description)
+    for split in (prepared.splits.train, prepared.splits.val):
+        if split is not None:
+            click.echo(f"annotations {split.annotations} of the images in {split.images}")
     for text in prepared.left_out:
         click.echo(text, err=True)
     names = [category.name for category in prepared.train.categories]

@@ -19,10 +19,15 @@ _MIN_SIZE, _MAX_SIZE = 800, 1333
 def initial_checkpoint(reference: str | None) -> Checkpoint:
     """Return the model and preprocessing that a fine-tuning starts from.
 
-    If `reference` names weights of a backbone only, settings of the model that these weights do not
-    determine have their defaults. If `reference` is None, the model is the default model with group
-    norm. In these two cases, the input size is the default, and the returned weights are tensors
-    without data (device `meta`).
+    The result depends on `reference`:
+
+    - Weights of a whole model: the result has these weights.
+    - Weights of a backbone only: settings of the model that the weights do not determine have their
+      defaults.
+    - None: the model is the default model with group norm.
+
+    Without weights of a whole model, the input size is the default, and the weights in the result
+    are tensors without data (device `meta`).
 
     Args:
         reference: Value of the configuration key `weights`. None: random weights.

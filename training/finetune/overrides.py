@@ -15,10 +15,12 @@ from ..config_sources import CONFIG_FILE
 def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Validate overrides of `TrainConfig`. Return only the overridden values, by dotted key.
 
-    A value that contradicts the default of another key is accepted.
+    A value that contradicts the default of another key is accepted, because that key can be fitted
+    to the value.
 
     Args:
-        path: Path of the data set, used as a placeholder for the required paths of `data.train`.
+        path: Path of the data set. For the validation, it stands in for the paths in `data.train`,
+            which are required.
         overrides: Overrides of the form `key.path=value`.
 
     Raises:

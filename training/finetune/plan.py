@@ -184,10 +184,10 @@ def _given_buckets(given: Mapping[str, Any]) -> tuple[ShapeBucket, ...]:
 
 
 def _other_side(buckets: Sequence[ShapeBucket], side: int) -> int:
-    """Return the maximum length of an image's other side, in pixels, if one side is `side` pixels.
+    """Return the maximum length of one side of an image whose other side is `side` pixels.
 
-    Up to this length, the image fits into a bucket whether `side` is its height or its width.
-    0: no length fits.
+    Up to this length, the image fits into a bucket in both orientations, portrait and landscape. If
+    no length fits, the result is 0.
     """
     widths = (bucket.width for bucket in buckets if bucket.height >= side)
     heights = (bucket.height for bucket in buckets if bucket.width >= side)
@@ -239,9 +239,9 @@ def _images_to_see(
 ) -> tuple[int, str]:
     """Return the number of images to train on (images times epochs), and the reason.
 
-    The run has `length` times as many epochs as `finetuning_epochs` returns, or fewer on a CPU. The
-    factor `length` is 1 for pretrained weights, and larger for random weights. `pixels` is the
-    number of pixels of a padded image.
+    The number of epochs is `length` times the result of `finetuning_epochs`, or lower on a CPU.
+    `length` is 1 for pretrained weights, and larger for random weights. `pixels` is the number of
+    pixels of a padded image.
     """
     epochs = length * finetuning_epochs(images.count)
     seen = math.ceil(epochs * images.count)

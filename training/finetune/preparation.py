@@ -21,7 +21,7 @@ from ...model.config.reference import text_from_value
 from ...model.plurals import counted
 from ...model.shell_commands import shell_path
 from ...model.weights.layouts import CLASS_ROWS
-from ..config import ConfigError, TrainConfig, check_length
+from ..config import ConfigError, DataConfig, DatasetConfig, TrainConfig, check_length
 from ..data.coco.categories import check_categories
 from ..data.coco.dataset import CocoDataset, DataError, ImageRecord, summary_of
 from ..data.coco.training_set import left_out_message
@@ -100,10 +100,10 @@ class Finetuning:
 
     @property
     def replaced_predictors(self) -> tuple[str, ...]:
-        """Names of layers that are not loaded, because the number of classes differs.
+        """Names of layers that start from random weights, because the number of classes differs.
 
-        These layers start from random weights. The tuple is empty if the initial weights have the
-        data set's number of classes, are those of a backbone only, or are random.
+        The tuple is empty if the initial weights have the data set's number of classes, are those
+        of a backbone only, or are random.
         """
         if self.config.weights is None or not self.start.categories:
             return ()
@@ -147,7 +147,8 @@ def prepare_finetuning(
         ConfigError: An override is invalid, `output` contains a run or is a file, or the training
             set lacks a category of the validation set.
         CheckpointError: The initial weights cannot be read.
-        ZooError: The published model that `weights` names does not exist, or is not supported.
+        ZooError: The published model that the setting `weights` names does not exist, or is not
+            supported.
         DownloadError: The download of the initial weights failed.
     """
     layout = recognize_layout(path)
@@ -174,32 +175,50 @@ def prepare_finetuning(
     return Finetuning(layout, splits, config, reasons, train, val, unusable, unusable_val, start)
 
 
-def check_resumed_data(path: Path, config: TrainConfig) -> None:
-    """Check that the run with the configuration `config` was trained on the data set at `path`.
+def resumed_data(path: Path, config: TrainConfig) -> DataConfig:
+    """Check that a run was trained on the data set at `path`, and return the run's section `data`.
+
+    If the image folders in this section no longer exist, the result has the present paths instead.
+    This happens if the data set was moved, or if the paths are relative to another working
+    directory.
+
+    Args:
+        path: Path of the data set.
+        config: Configuration of the run.
 
     Raises:
-        ConfigError: `data.train.images` of the run is not an image folder of this data set, or the
+        ConfigError: The run was trained on images in another folder that still exists, or the
             annotations have changed since `prepare_finetuning` wrote them to `output_dir/data`.
         DataError: The layout of the data set is unknown, or the data set is incomplete.
     """
     layout = recognize_layout(path)
     folders = {split.images.resolve() for split in layout.splits.values()}
-    if config.data.train.images.resolve() not in folders:
+    images = config.data.train.images
+    if images.exists() and images.resolve() not in folders:
         raise ConfigError(
-            f"{config.output_dir} holds a training run on the images in "
-            f"{config.data.train.images}, not on {path}; resume the run with its own data set, or "
-            "choose another folder with output_dir=FOLDER"
+            f"{config.output_dir} holds a training run on the images in {images}, not on {path}; "
+            "resume the run with its own data set, or choose another folder with output_dir=FOLDER"
         )
+    stored = config.output_dir / _DATA_FOLDER
     with tempfile.TemporaryDirectory() as folder:
-        choose_splits(layout, Path(folder))
+        splits = choose_splits(layout, Path(folder))
         for new in Path(folder).iterdir():
-            used = config.output_dir / _DATA_FOLDER / new.name
+            used = stored / new.name
             if used.is_file() and not filecmp.cmp(used, new, shallow=False):
                 raise ConfigError(
                     f"the annotations of {path} have changed since the run began: they differ from "
                     f"those in {used}, which the run uses; restore the data, or start a new run "
                     "from the checkpoint with weights=FILE output_dir=FOLDER"
                 )
+    present = {}
+    for key, split in (("train", splits.train), ("val", splits.val)):
+        old: DatasetConfig | None = getattr(config.data, key)
+        if old is not None and split is not None and not old.images.exists():
+            file = split.annotations
+            if file.is_relative_to(folder):  # converted, so the run has the same file
+                file = stored / file.name
+            present[key] = old.model_copy(update={"images": split.images, "annotations": file})
+    return config.data.model_copy(update=present)
 
 
 def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:

@@ -178,6 +178,14 @@ def test_out_of_memory_names_the_key_to_lower(
         measure(tiny_checkpoint, tiny_config, tmp_path, f"evaluation.images_per_batch={images}")
 
 
+def test_the_output_folder_is_checked_before_the_evaluation(
+    tiny_config: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MaskRCNN, "forward", lambda *_: pytest.fail("evaluated"))
+    with pytest.raises(ConfigError, match=r"/proc/x.*output_dir=FOLDER"):
+        measure(tiny_checkpoint, tiny_config, Path("/proc/x"))
+
+
 def test_metrics_are_written_before_the_expectation_fails(
     tiny_config: Path, tiny_checkpoint: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

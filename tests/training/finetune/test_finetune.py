@@ -116,6 +116,23 @@ def test_a_run_is_not_overwritten_but_can_be_resumed(run: Run, tiny_checkpoint: 
         call(run.folder.parent / "others", run.folder, "--resume")
 
 
+@pytest.mark.parametrize("layout", ["LabelMe", "COCO"])
+def test_a_run_is_resumed_on_moved_data(
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """The paths of the run are relative to the working directory, which changes too."""
+    WRITERS[layout](tmp_path / "data", SCENES[:6], draw_scenes(2, seed=3))
+    monkeypatch.chdir(tmp_path)
+    call(Path("data"), Path("run"), f"weights={tiny_checkpoint}", *FAST)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data").rename(tmp_path / "elsewhere" / "moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    settings = ("--resume", "solver.max_iterations=4", "solver.steps=[]")
+    call(Path("moved"), Path("../run"), *settings)
+    assert load_checkpoint(tmp_path / "run" / "model_final.pth").iteration == 4
+    assert load_config(str(tmp_path / "run" / "config.yaml")).data.train.images.is_dir()
+
+
 @pytest.mark.parametrize(
     ("given", "steps"),
     [

@@ -118,11 +118,10 @@ def coco_from_segmentation(segmentation: Segmentation) -> list[list[float]] | di
 def _segmentation_from(
     annotation: Mapping[str, Any], height: int, width: int, limit: float
 ) -> tuple[Segmentation, bool]:
-    """Return an annotation's segmentation, and whether all its polygons are valid.
+    """Return an annotation's segmentation, and whether all its polygons are valid (True for RLE).
 
-    Invalid polygons are left out. For an RLE, the second value is True. `height` and `width` are
-    the size of the image in pixels. `limit` is the largest valid absolute value of a coordinate,
-    in pixels.
+    Invalid polygons are left out. `height` and `width` are the size of the image in pixels. `limit`
+    is the largest valid absolute value of a coordinate, in pixels.
 
     Raises:
         InvalidAnnotationError: The annotation has no segmentation, its segmentation is neither
@@ -250,7 +249,7 @@ def _ring_from(points: Any, limit: float) -> Ring:
     if extent <= limit:
         return ring
     is_nan = np.isnan(extent)
-    raise InvalidAnnotationError("polygon is not a list of numbers" if is_nan else FAR_OUTSIDE)
+    raise InvalidAnnotationError("polygon has NaN coordinates" if is_nan else FAR_OUTSIDE)
 
 
 def _rle_from(value: Mapping[str, Any], height: int, width: int) -> Rle:

@@ -29,16 +29,16 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
 
 
 def with_ids_of(dataset: CocoDataset, known: Sequence[Category]) -> tuple[Category, ...]:
-    """Return the classes of a model with the ids that a data set uses.
+    """Return a model's classes, with their ids replaced by those of the same classes in a data set.
 
-    Classes and categories are matched by name. The ids of a class can differ between data sets:
-    YOLO counts from 0, CVAT from 1. A class that the data set lacks keeps its id, or gets a new
-    one if the data set uses this id for another class. If the model has all categories of the data
-    set with the same ids, no id changes.
+    Data sets can have different ids for a class: YOLO counts from 0, CVAT from 1. Classes and
+    categories are matched by name. If the ids of all categories are those of the model, no id
+    changes. Otherwise, a class that the data set lacks keeps its id, unless the data set uses this
+    id for another class. Then the class gets a new id.
 
     Raises:
-        ConfigError: The model lacks a category of the data set. Or the ids differ and cannot be
-            matched by name, because two categories or two classes have the same name.
+        ConfigError: The model lacks a category of the data set. Or the ids differ, and classes
+            cannot be matched, because two categories or two classes have the same name.
     """
     check_categories(dataset, known)
     if set(dataset.categories) <= set(known):

@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import re
 import reprlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 _IDS_SHOWN = 5
 # Signature of gzip, which is never valid UTF-8.
 _GZIP = b"\x1f\x8b"
+# Lone surrogates, which Python uses for bytes of file names that are not UTF-8. They cannot be
+# encoded as UTF-8.
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _REMEDY = "give the path of an existing data set, or create one with `maskrcnn data`"
 
 
@@ -33,7 +37,7 @@ class DataError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SourceContent:
-    """Content of a COCO file, and names of the entries that conversion or merging left out."""
+    """Content of a COCO file, and names of the entries that an earlier step left out."""
 
     content: dict[str, Any]
     # Names of the left-out entries in the original files, by reason.
@@ -89,8 +93,8 @@ class CocoDataset:
             on_broken: "skip": leave out invalid entries, and log a warning with their count.
                 "refuse": raise `DataError` if there are invalid entries. An image whose file is
                 missing is an invalid entry.
-            source: Annotations converted from another format. If they are given, the annotation
-                file is not read. None: read the annotation file, which must be in COCO format.
+            source: Annotations converted from another format, to use instead of the annotation
+                file. None: read the annotation file, which must be in COCO format.
 
         Raises:
             DataError: The image folder or the annotation file is missing, the file is not in COCO
@@ -164,20 +168,23 @@ class CocoDataset:
                 "them with data.on_broken=skip"
             )
         if self.faults:
-            skipped = sum(
-                len(ids) for reason, ids in self.faults.items() if reason.startswith("annotations:")
-            )
+            # Conversion has left out invalid lines of YOLO and shapes of LabelMe already.
+            converted = self._number_of_faults("labels:", "shapes:")
+            skipped = self._number_of_faults("annotations:") + converted
             logger.warning(
                 "%s: skipped invalid entries: %s%s",
                 self.name,
                 summary_of(self.faults),
-                f"; {skipped} of {annotations} annotations are skipped, so their objects count as "
-                "background"
+                f"; {skipped} of {annotations + converted} annotations are skipped, so their "
+                "objects count as background"
                 if skipped
                 else "",
             )
         if self.repairs:
             logger.warning("%s: repaired entries: %s", self.name, summary_of(self.repairs))
+
+    def _number_of_faults(self, *kinds: str) -> int:
+        return sum(len(ids) for reason, ids in self.faults.items() if reason.startswith(kinds))
 
 
 def summary_of(findings: Mapping[str, Sequence[str]]) -> str:
@@ -244,9 +251,13 @@ def _categories_from(
     for entry in entries:
         id_, title = integer_from(entry.get("id")), entry.get("name")
         if id_ is None:
-            raise DataError(f"{name} has a category without an integer id: {entry}")
+            raise DataError(f"{name} has a category without an integer id (int64): {entry}")
         if not isinstance(title, str):
             raise DataError(f"{name} has a category whose name is missing or not a string: {entry}")
+        if LONE_SURROGATE.search(title):
+            raise DataError(
+                f"{name} has a category whose name is not Unicode text: {entry}; rename it"
+            )
         if id_ in names:
             raise DataError(
                 f"{name} has two categories with id {id_}; give each category a different id"

@@ -48,16 +48,18 @@ def index_images(
     Args:
         entries: Entries of the list.
         folder: Image folder.
-        faults: File names by reason. The name of each invalid entry is added, or its id if the
-            name is missing.
-        repairs: File names by reason. The name of an entry is added if the entry gets a new id, or
-            if its file is found at another path.
+        faults: Mapping to update: for each reason, the file names of invalid entries. An entry
+            without a file name is listed by its id.
+        repairs: Mapping to update: for each reason, the file names of the entries. The reasons are:
+            the entry gets a new id; its file is found at another path; an earlier entry has the
+            same file.
     """
     names = {name for entry in entries if isinstance(name := entry.get("file_name"), str)}
     found = find_image_paths(folder, names)
     keys = [id_from(entry.get("id")) for entry in entries]
     ids = _integer_ids(keys)
     valid: dict[int | str, ImageEntry] = {}
+    used: set[Path] = set()
     for key, entry in zip(keys, entries, strict=True):
         name = entry.get("file_name")
         if key is None or not isinstance(name, str):
@@ -82,6 +84,11 @@ def index_images(
                 repairs["images: id is not an integer; replaced by a number"].append(name)
             if name in found.moved:
                 repairs["images: file in another subfolder than listed"].append(name)
+            if path in used:
+                repairs[
+                    "images: file listed more than once; each entry is used as an image"
+                ].append(name)
+            used.add(path)
     return ImageIndex(valid, frozenset(key for key in keys if key is not None))
 
 
@@ -98,9 +105,9 @@ def index_annotations(
         entries: Entries of the list.
         images: Result of `index_images`. Annotations of invalid images are ignored.
         labels: Label (1 is the first class) by category id.
-        faults: Annotation ids by reason. The ids of invalid entries are added.
-        repairs: Annotation ids by reason. The ids of repaired entries, and ids that several entries
-            share, are added. All these entries are used.
+        faults: Mapping to update: for each reason, the ids of invalid annotations.
+        repairs: Mapping to update: for each reason, the ids of annotations that were repaired or
+            have the id of another annotation. All of them are used.
     """
     instances: dict[int, list[Instance]] = defaultdict(list)
     seen: set[str] = set()

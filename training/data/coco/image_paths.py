@@ -27,8 +27,8 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
     """Find the image files that a COCO file lists, in an image folder.
 
     If a file is not at its listed path, the folder is searched at any depth for a file with the
-    same last path component. The file found is used only if no other file and no other listed path
-    has this component.
+    same name. This file is used only if no other file in the folder, and no other path in the COCO
+    file, has the same name.
 
     Args:
         folder: Image folder.
@@ -56,10 +56,11 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
 
 
 def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
-    """Return the path of a listed image file. None: the file is missing.
+    """Return the path of an image file that a COCO file names. None: the image file is missing.
 
-    `name` is the listed path, relative to `folder`. `present` contains the names of all files and
-    folders directly in `folder`.
+    `name` is the path in the COCO file, relative to `folder`. `present` contains the names of all
+    files and folders directly in `folder`. A file with such a name is found without access to the
+    disk.
     """
     # Programs on Windows write backslashes, so try the name with slashes too.
     for candidate in (name, name.replace("\\", "/")):

@@ -18,6 +18,9 @@ Region = tuple[float, float, float, float]
 
 # Scaled coordinates are clipped to this multiple of the mask's longer side.
 _CLIP_FACTOR = 100
+# Maximum scale of coordinates. An infinite scale, of a box narrower than 1e-306 pixels, would give
+# NaN.
+_MAX_SCALE = 1e30
 
 
 def mask_from_segmentation(
@@ -43,7 +46,7 @@ def mask_from_segmentation(
     if isinstance(segmentation, Rle):
         return resized_mask(mask_from_rle(segmentation), target, (left, top, right, bottom))
     # Vertices are scaled before they are rasterized, so that edges stay sharp.
-    scale = np.array([width / (right - left), height / (bottom - top)])
+    scale = np.array([width / (right - left), height / (bottom - top)]).clip(max=_MAX_SCALE)
     # Rasterizing takes time proportional to the edge length. If the region is tiny compared with
     # the object, the scaled edges are huge, so clip the coordinates.
     limit = _CLIP_FACTOR * max(target)

@@ -34,19 +34,32 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     2. `folder/images`, unless it has a subfolder that is named after another split.
     3. `folder`.
     4. All other subfolders of `folder` and of `folder/images`. A subfolder that is named after
-       another split is excluded if that split also lists any of the five file names.
+       another split is excluded if that split also lists any of the five file names. If several of
+       the remaining subfolders contain any of the five images, `DataError` is raised, because some
+       of them may hold drawings of detections, for example.
 
     If all of these folders lack the five images, the first folder of step 1 is chosen, or else the
     folder of step 2. Splits without an image folder are skipped with a warning.
 
     Raises:
-        DataError: There is no annotation file, or no split has an image folder.
+        DataError: There is no annotation file, no split has an image folder, or step 4 finds
+            several folders for a split.
     """
     files = annotation_files(folder)
     if not files:
         raise DataError(
             f"{folder} has no annotations/*.json; pass a folder that contains such files"
         )
+    for file in sorted((folder / "annotations").glob("[!._]*.json")):
+        # Names such as `captions_val2017.json` are those of other tasks.
+        prefixed = file.with_name(f"{_PREFIX}{file.name}")
+        if file not in files and prefixed not in files and "_" not in file.stem:
+            logger.warning(
+                "%s is ignored, because other files are named %s*.json; to use it, rename it to %s",
+                file,
+                _PREFIX,
+                prefixed.name,
+            )
     return pair_splits(folder, {file.stem.removeprefix(_PREFIX): file for file in files})
 
 
@@ -57,7 +70,7 @@ def pair_splits(folder: Path, by_split: Mapping[str, Path]) -> dict[str, Dataset
     are skipped with a warning.
 
     Raises:
-        DataError: No split has an image folder.
+        DataError: No split has an image folder, or a split could have several.
     """
     folders = {
         split: image_folder(folder, split, file, by_split) for split, file in by_split.items()
@@ -104,6 +117,10 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
         split: Name of the split.
         file: Annotation file of the split.
         by_split: Annotation files of all splits.
+
+    Raises:
+        DataError: Several folders that are not named after the split contain files with the names
+            of its images.
     """
     common = folder / "images"
     places = [*_subfolders(folder), *_subfolders(common)]
@@ -115,12 +132,26 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
     if common.is_dir() and not any(_is_named(p, o) for p in _subfolders(common) for o in others):
         named.append(common)
     names = list(islice(_file_names(file), _LOOKUPS))
-    for place in (*named, folder, *places):
-        is_found = any(os.path.isfile(place / name) for name in names)
-        unconditional = place in named or place == folder
-        if is_found and (unconditional or not _lists_other_images(place, names, others)):
+
+    def has_images(place: Path) -> bool:
+        return any(os.path.isfile(place / name) for name in names)
+
+    for place in (*named, folder):
+        if has_images(place):
             return place
-    return next(iter(named), None)
+    # By resolved path, because several links may lead to one folder.
+    found = {
+        place.resolve(): place
+        for place in places
+        if has_images(place) and not _lists_other_images(place, names, others)
+    }
+    if len(found) > 1:
+        first, second, *_ = found.values()
+        raise DataError(
+            f"the images of {file} could be those in {first} or in {second}, which have the same "
+            f"names; rename the right folder to {folder / split}"
+        )
+    return next(iter([*found.values(), *named]), None)
 
 
 def _is_named(place: Path, split: str) -> bool:

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ....model.config.option_types import OUTPUT_FOLDER
+
 if TYPE_CHECKING:
     from .conversion import ForeignDataset, WrittenSplit
 
 _FOLDER = click.argument(
     "folder", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="DIR"
 )
-_OUT = click.argument("out", type=click.Path(path_type=Path, file_okay=False), metavar="OUT")
+_OUT = click.argument("out", type=OUTPUT_FOLDER, metavar="OUT")
 _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing files in OUT.")
 
 
@@ -35,7 +37,8 @@ def auto(folder: Path, out: Path, overwrite: bool) -> None:
 
     DIR is a data set in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO. `maskrcnn train
     finetune` and `maskrcnn data inspect` read these layouts without conversion. Each split is
-    written to OUT/SPLIT.json.
+    written to OUT/SPLIT.json. The annotations of COCO files are copied without checks or repairs;
+    `maskrcnn data inspect` reports invalid ones.
     """
     from ..coco.dataset import summary_of
     from .conversion import prepare_files, write_coco_file

@@ -81,11 +81,12 @@ def recognize_layout(path: Path) -> DataLayout:
     if path.is_file() and path.suffix.lower() == ".json":
         return DataLayout("COCO", _splits_beside_images(path.parent, {path.stem: path}))
     if not path.is_dir():
-        kind = "is not a folder" if path.exists() else "does not exist"
-        remedy = (
-            "unpack the archive, and give the unpacked folder" if zipfile.is_zipfile(path) else ""
-        )
-        raise DataError(f"{path} {kind}; {remedy or 'give the folder of a data set'}")
+        problem = "is not a folder" if path.exists() else "does not exist"
+        remedy = "give the folder of a data set"
+        # `is_zipfile` reads pipes and devices without end.
+        if path.is_file() and zipfile.is_zipfile(path):
+            remedy = "unpack the archive, and give the unpacked folder"
+        raise DataError(f"{path} {problem}; {remedy}")
     if files := _roboflow_files(path):
         return DataLayout("COCO as exported by Roboflow", _roboflow_splits(files))
     coco = annotation_files(path)
@@ -106,6 +107,9 @@ def recognize_layout(path: Path) -> DataLayout:
         for one, content in samples.items()
         if one.parent == path and isinstance(content, dict) and "annotations" in content
     }
+    damaged = [one for one, content in samples.items() if one.parent == path and content is None]
+    if damaged and (files or (path / damaged[0].stem).is_dir()):
+        read_json(damaged[0])  # probably the COCO file of a split; raises the error
     if files:
         return DataLayout("COCO", _splits_beside_images(path, files))
     # Archives often contain a single folder that holds the data set, so search this folder. Ignore
@@ -192,12 +196,12 @@ def _roboflow_splits(files: Mapping[str, Path]) -> dict[str, LayoutSplit]:
 
 
 def _group_categories(contents: Sequence[Mapping[str, Any]]) -> frozenset[int | str | None]:
-    """Return the ids of categories that only group other categories.
+    """Return the ids of categories that are not classes, but only group other categories.
+
+    A group has no annotations, has the supercategory "none", and is itself the supercategory of
+    another category. Roboflow adds such a category with id 0.
 
     `contents` has the content of the COCO file of each split.
-
-    A group has no annotations, is the supercategory of another category, and has the supercategory
-    "none". Roboflow adds such a category with id 0. It is not a class.
     """
     used = {id_from(a.get("category_id")) for c in contents for a in c["annotations"]}
     categories = [category for c in contents for category in c["categories"]]

@@ -18,6 +18,7 @@ from ....model.image_limits import ImageError
 from ....model.plurals import counted
 from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError
+from ..coco.numbers import integer_from
 from ..folders import relative_name
 from ..image_sizes import read_header_size
 from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
@@ -116,7 +117,7 @@ def _source_splits(
         # for one split only.
         if new := [path for path in alone if path not in reported]:
             reported.update(new)
-            faults["labels: image file missing"] = [relative_name(p, file.parent) for p in new]
+            faults["files: image missing"] = [relative_name(p, file.parent) for p in new]
         splits[name] = SourceSplit(root, images, faults)
     return splits
 
@@ -177,7 +178,9 @@ def _categories_from(names: Any, file: Path) -> tuple[Category, ...]:
     if (
         not isinstance(pairs, dict)
         or not pairs
-        or not all(str(n).isdecimal() and isinstance(name, str) for n, name in pairs.items())
+        or not all(
+            integer_from(str(n)) is not None and isinstance(name, str) for n, name in pairs.items()
+        )
     ):
         given = "missing" if names is None else reprlib.repr(names)
         raise DataError(

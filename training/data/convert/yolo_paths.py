@@ -55,9 +55,8 @@ def labels_without_image(label_files: Mapping[Path, Path]) -> list[Path]:
     """Return the label files for which no image with the same stem exists, sorted by path.
 
     Args:
-        label_files: Label file by image file, for images that have a label file. The folders of
-            the label files are searched for other label files. The folders of the images are
-            searched for other images.
+        label_files: Label file by image file, for the images that have one. Only the folders of
+            these label files and images are searched.
     """
     image_folders: dict[Path, set[Path]] = defaultdict(set)
     for image, labels in label_files.items():

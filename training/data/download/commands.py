@@ -75,7 +75,7 @@ _CHECKSUMS = click.option(
 @_CHECKSUMS
 @click.option(
     "--timeout",
-    type=FiniteRange(0, min_open=True),
+    type=FiniteRange(0, 86_400, min_open=True),
     default=30.0,
     show_default=True,
     help="Reconnect if the server sends little or no data for this many seconds.",
@@ -104,8 +104,8 @@ def download(
     interrupted, run it again to resume. The archives of each edition take 20.4 GB, and the
     extracted files another 20.4 GB.
 
-    maskrcnn-benchmark trains on train2014 and valminusminival2014, and tests on minival2014. For
-    the same images, use coco2017: train2017 has the training images, val2017 the test images.
+    maskrcnn-benchmark trains on train2014 and valminusminival2014, and tests on minival2014.
+    coco2017 has the same images: those for training in train2017, and those for testing in val2017.
     """
     from ....model.download.checksums import Checksum
     from ....model.download.http_download import Remedies, RetryPolicy, download_file
@@ -113,7 +113,7 @@ def download(
 
     archives = coco_archives(edition, parts, md5s)
     remedies = Remedies(
-        unreachable="use a mirror (--base-url)", trust="pass its MD5 with --checksums"
+        other_source="use a mirror (--base-url)", trust="pass its MD5 with --checksums"
     )
     root.mkdir(parents=True, exist_ok=True)
     with progress_bars() as show:

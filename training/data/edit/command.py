@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ....model.config.option_types import FiniteRange
+from ....model.config.option_types import OUTPUT_FILE, OUTPUT_FOLDER, FiniteRange
 
 if TYPE_CHECKING:
     from ..convert.conversion import WrittenSplit
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 _FILE = click.argument(
     "file", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE"
 )
-_OUT_FILE = click.argument("out", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT")
+_OUT_FILE = click.argument("out", type=OUTPUT_FILE, metavar="OUT")
 _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing files.")
 
 
 @click.command()
 @_FILE
-@click.argument("out", type=click.Path(path_type=Path, file_okay=False), metavar="OUT")
+@click.argument("out", type=OUTPUT_FOLDER, metavar="OUT")
 @click.option(
     "--val",
     type=FiniteRange(0, 1, max_open=True),
@@ -100,15 +100,14 @@ def merge(
         raise click.UsageError("give --images and --annotations for each of two or more data sets")
 
     from ..coco.categories import similar_names
-    from ..coco.dataset import read_coco_file, summary_of
+    from ..coco.dataset import read_coco_file
     from ..convert.conversion import write_coco_file
     from .split_merge_filter import merge_contents, repeated_classes
 
     _prepare(out, overwrite)
     contents = [read_coco_file(file) for file in annotations]
     root, merged = merge_contents([*zip(images, contents, strict=True)])
-    written = write_coco_file(out, merged)
-    _report(written)
+    _report(write_coco_file(out, merged))
     for file, content in zip(annotations, contents, strict=True):
         for name, ids in repeated_classes(content).items():
             click.echo(
@@ -116,8 +115,6 @@ def merge(
                 f"{', '.join(map(str, ids))})",
                 err=True,
             )
-    if written.faults:
-        click.echo(f"left out invalid entries: {summary_of(written.faults)}", err=True)
     for similar in similar_names(category["name"] for category in merged.content["categories"]):
         click.echo(f"class names differ only in case or blanks: {similar}", err=True)
     arguments = f"data.train.annotations={out}", f"data.train.images={root}"
@@ -143,16 +140,16 @@ def filter_(
     if classes is None and not min_area and not drop_empty:
         raise click.UsageError("no filter is given; add --classes, --min-area or --drop-empty")
 
-    from ..coco.dataset import SourceContent, read_coco_file
+    from ..coco.dataset import read_coco_file
     from ..convert.conversion import write_coco_file
     from .split_merge_filter import filter_content
 
     _prepare(out, overwrite)
     names = None if classes is None else [name.strip() for name in classes.split(",")]
-    content = filter_content(
+    filtered = filter_content(
         read_coco_file(file), classes=names, min_area=min_area, drop_empty=drop_empty
     )
-    _report(write_coco_file(out, SourceContent(content, {})))
+    _report(write_coco_file(out, filtered))
 
 
 def _prepare(path: Path, overwrite: bool) -> None:
@@ -162,4 +159,8 @@ def _prepare(path: Path, overwrite: bool) -> None:
 
 
 def _report(file: "WrittenSplit") -> None:
+    from ..coco.dataset import summary_of
+
     click.echo(f"{file.path}: {file.counts}")
+    if file.faults:
+        click.echo(f"left out invalid entries: {summary_of(file.faults)}", err=True)

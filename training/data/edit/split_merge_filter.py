@@ -30,11 +30,11 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 
     Args:
         content: The data set.
-        shares: Share of the images, 0 to 1, by name of the part, such as `val`. The parts are
-            filled in the order of this mapping. The remaining images become the part `train`. Each
-            part gets at least one annotated image. If too few images are annotated, `train`
-            still gets one, and the last parts in `shares` stay empty. An image and its augmented
-            copies count as one image.
+        shares: Share of the images, 0 to 1, of each part except `train`, by name of the part, such
+            as `val`. The parts are filled in this order, and the remaining images become the part
+            `train`. Each part gets at least one annotated image. If too few images are annotated,
+            the last parts in `shares` stay empty, but `train` still gets one. An image and its
+            augmented copies count as one image.
 
     Returns:
         Content by name of the part, with `train` first.
@@ -144,8 +144,10 @@ def filter_content(
     classes: Collection[str] | None = None,
     min_area: float = 0.0,
     drop_empty: bool = False,
-) -> Content:
+) -> SourceContent:
     """Return a data set with only the annotations of given classes and of a minimum area.
+
+    Annotations of unknown categories are dropped, and listed in the `faults` of the result.
 
     Args:
         content: The data set.
@@ -176,12 +178,18 @@ def filter_content(
         )
     ]
     filtered = {**content, "categories": categories, "annotations": kept}
-    if not drop_empty:
-        return filtered
-    used = {id_from(annotation.get("image_id")) for annotation in kept}
-    return _with_images(
-        filtered, [image for image in content["images"] if id_from(image.get("id")) in used]
-    )
+    if drop_empty:
+        used = {id_from(annotation.get("image_id")) for annotation in kept}
+        filtered = _with_images(
+            filtered, [image for image in content["images"] if id_from(image.get("id")) in used]
+        )
+    listed = {id_from(category.get("id")) for category in content["categories"]}
+    dropped = [
+        str(annotation.get("id"))
+        for annotation in content["annotations"]
+        if id_from(annotation.get("category_id")) not in listed
+    ]
+    return SourceContent(filtered, {"annotations: unknown category": dropped} if dropped else {})
 
 
 def _hash_of(file_name: str) -> float:

@@ -48,7 +48,7 @@ class Suspicion:
 
     @property
     def subject(self) -> str:
-        """Name of the suspicious item: annotation id or image path, and the `detail` if set."""
+        """Annotation id or image path of the suspicious item, followed by `detail` if it is set."""
         name = str(self.instance.annotation_id if self.instance else self.record.path)
         return f"{name}: {self.detail}" if self.detail else name
 

@@ -10,11 +10,12 @@ def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[
 
     Args:
         dataset: Split to check.
-        train: Split for training, which determines the classes of the model. None: there is none.
+        train: Training split, which determines the classes of the model. None: there is no training
+            split.
 
     Returns:
-        Dictionary from a description of each problem to its details: groups of similar names, the
-        error that training would raise, or the annotation file of a training split without objects.
+        Details by description of the problem. Details are groups of similar names, the error that
+        training would raise, or the annotation file of a training split without objects.
     """
     findings = {}
     if similar := similar_names(category.name for category in dataset.categories):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ....model.config.option_types import OUTPUT_FILE
+
 if TYPE_CHECKING:
     from ..convert.layouts import LayoutSplit
     from .report import DatasetReport
@@ -47,14 +49,14 @@ if TYPE_CHECKING:
 @click.option(
     "--json",
     "json_path",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OUTPUT_FILE,
     help="Also write the report, with all findings, to this file.",
 )
 @click.option(
     "-o",
     "--output",
     "grid_path",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OUTPUT_FILE,
     help="Draw sample images with annotations into this PNG file, suspicious ones first.",
 )
 @click.option(

@@ -1,7 +1,6 @@
 """Draw a grid of sample images with annotations: suspicious ones first, then random ones."""
 
 import math
-import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from ....model.bundle.manifest import Category
 from ....model.image_limits import ImageError
 from ....model.masks import Rle, mask_from_rle
 from ..coco.annotations import Instance
-from ..coco.dataset import CocoDataset, ImageRecord
+from ..coco.dataset import LONE_SURROGATE, CocoDataset, ImageRecord
 from ..loading.batch_reader import read_image
 from .annotation_checks import Suspicion
 
@@ -38,9 +37,6 @@ _VIEW = 6.0
 _MIN_VIEW, _MAX_VIEW = 0.25, 1.1
 # Coordinates are clipped to this multiple of the image's longer side.
 _CLIP_FACTOR = 10
-# Lone surrogates, which Python uses for bytes of file names that are not UTF-8. Matplotlib rejects
-# lone surrogates.
-_SURROGATES = re.compile("[\ud800-\udfff]")
 # Hue difference between consecutive labels, so that nearby labels have distinct colours.
 _GOLDEN_RATIO = 0.618034
 
@@ -210,5 +206,5 @@ def _wrapped(text: str) -> str:
 
 
 def drawable(text: str) -> str:
-    """Replace each lone surrogate in a text by U+FFFD, the replacement character."""
-    return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
+    """Replace each lone surrogate in a text by U+FFFD. Matplotlib rejects lone surrogates."""
+    return LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)

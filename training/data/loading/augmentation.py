@@ -87,10 +87,10 @@ class Augmentation:
     def transform(self, sample: Sample, limits: tuple[int, int]) -> Sample:
         """Apply the transforms other than resizing and copy-paste to a resized sample.
 
-        If the attribute `changes_outlines` is False, the transforms change masks only by flips. If
-        it is True, the sample must have masks of the whole image. The result is then cropped to
-        `limits` at a random position, its boxes are computed from its masks, and objects without a
-        visible pixel are dropped.
+        If the attribute `changes_outlines` is True, the sample must have masks of the whole image.
+        Then the result is cropped to `limits` at a random position, its boxes are computed from its
+        masks, and objects without a visible pixel are dropped. If the attribute is False, the
+        transforms change masks only by flips, so the result needs none of these steps.
 
         Args:
             sample: Resized image with its ground truth.

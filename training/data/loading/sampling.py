@@ -37,8 +37,8 @@ class GlobalBatches:
 
     Without repeat factors, every image occurs once in each epoch. With repeat factors, the factor
     of an image is its average number of occurrences in an epoch. The order of a bucket's images is
-    random. If the bucket's last batch is not full, it is filled with the bucket's first images. The
-    order of the batches is random.
+    random. If the bucket's last batch is not full, it is filled with the bucket's first images,
+    which then occur at least once more. The order of the batches is random.
     """
 
     def __init__(

@@ -3,13 +3,13 @@
 import json
 import multiprocessing
 import os
+import pickle
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Thread
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +20,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 from pydantic import Field, field_validator
 
-from ....model.config.schema import FrozenConfig
+from ....model.config.schema import YamlConfig
 from ....model.masks import Rle, coco_from_rle
 from ...config import DatasetConfig, TrainConfig
 from ..coco.dataset import DataError
@@ -36,7 +36,7 @@ _BENCHMARK_TRAIN_IMAGES, _BENCHMARK_VAL_IMAGES = 64, 8
 _MIN_SIDE = 64
 
 
-class SyntheticConfig(FrozenConfig):
+class SyntheticConfig(YamlConfig):
     """Settings of a synthetic data set. Equal settings give byte-identical files."""
 
     train: int = Field(1000, ge=1)
@@ -110,12 +110,17 @@ def _delete_surplus_images(folder: Path, count: int) -> None:
 
 
 def with_synthetic_data(config: TrainConfig) -> TrainConfig:
-    """Return a copy of a configuration that uses synthetic data sets, to measure training speed.
+    """Return a configuration with synthetic data instead of its own, to measure training speed.
 
     The images are `data.max_size` pixels wide and `data.min_size` high, or the reverse. Each side
     has at least 64 pixels. If `output_dir` does not contain the images, this function draws and
     saves them. If several processes call this function, one draws and the others wait.
+
+    Raises:
+        ConfigError: `output_dir` cannot be created or written.
     """
+    from ...run_folder import create_output_folder  # not needed by the worker processes, and slow
+
     data = config.data
     drawn = SyntheticConfig(
         train=_BENCHMARK_TRAIN_IMAGES,
@@ -124,7 +129,7 @@ def with_synthetic_data(config: TrainConfig) -> TrainConfig:
         height=max(_MIN_SIDE, data.min_size),
     )
     folder = config.output_dir / f"synthetic-{drawn.width}x{drawn.height}"
-    config.output_dir.mkdir(parents=True, exist_ok=True)
+    create_output_folder(config.output_dir)
     with FileLock(config.output_dir / ".synthetic.lock"):
         if not folder.exists():
             partial_folder = folder.with_name(f".{folder.name}.partial")
@@ -157,29 +162,52 @@ def _draw_images(
         yield from map(draw, range(count))
         return
     # Start the processes with "spawn", because a fork would copy locks that other threads hold.
-    # Unlike `multiprocessing.Pool`, an executor raises an error if a process is killed.
+    # Each process has a pipe of its own, which ends with the process. In the shared pipe of an
+    # executor, a message that a killed process wrote in part would be waited for forever.
     context = multiprocessing.get_context("spawn")
+    receivers = []
+    with ExitStack() as stack:
+        for worker in range(min(workers, count)):
+            receiver, sender = context.Pipe(duplex=False)
+            indices = range(worker, count, workers)
+            process = context.Process(target=_send_images, args=(sender, draw, indices))
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            sender.close()
+            receivers.append(stack.enter_context(receiver))
+        for index in range(count):
+            yield _received(receivers[index % workers], folder / split)
+
+
+def _send_images(sender: Connection, draw: Callable[[int], _Drawn], indices: Iterable[int]) -> None:
+    """Draw images in a worker process. Send their COCO entries, or the error that occurred."""
+    # End immediately on Ctrl+C, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # The pipe is broken if the main process was killed.
+    with suppress(BrokenPipeError):
+        try:
+            for index in indices:
+                sender.send(draw(index))
+        except Exception as error:
+            try:
+                sender.send(error)
+            except (TypeError, AttributeError, pickle.PicklingError):
+                sender.send(RuntimeError(repr(error)))
+
+
+def _received(receiver: Connection, folder: Path) -> _Drawn:
     try:
-        with ProcessPoolExecutor(workers, context, _prepare_worker) as pool:
-            yield from pool.map(draw, range(count), chunksize=8)
-    except BrokenProcessPool:
+        drawn = receiver.recv()
+    except (EOFError, OSError):
         raise DataError(
-            f"{folder / split}: a worker process was killed, perhaps because memory ran out; draw "
-            "the data set again with fewer processes, as with `maskrcnn data synthetic --workers 1 "
+            f"{folder}: a worker process was killed, perhaps because memory ran out; draw the data "
+            "set again with fewer processes, as with `maskrcnn data synthetic --workers 1 "
             "--overwrite`"
         ) from None
-
-
-def _prepare_worker() -> None:
-    """Make a worker process end immediately on Ctrl+C, or if the main process dies."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
+    if isinstance(drawn, Exception):
+        raise drawn
+    return cast(_Drawn, drawn)
 
 
 def _draw_image(folder: Path, config: SyntheticConfig, split: str, index: int) -> _Drawn:

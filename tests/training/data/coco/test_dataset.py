@@ -83,6 +83,10 @@ def test_many_faults_make_a_short_message(tmp_path: Path, caplog: pytest.LogCapt
             "a category whose name is missing",
         ),
         (
+            '{"images": [], "annotations": [], "categories": [{"id": 1, "name": "\\ud800"}]}',
+            "a category whose name is not Unicode text",
+        ),
+        (
             '{"images": [], "annotations": [], "categories": [{"id": 1.5, "name": "a"}]}',
             "a category without an integer id",
         ),

@@ -73,6 +73,18 @@ def test_invalid_images_are_skipped_or_refused(
         CocoDataset(config, on_broken="refuse")
 
 
+def test_files_listed_more_than_once_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = write_folder(tmp_path, valid_content())
+    content = valid_content()
+    content["images"].append({**content["images"][0], "id": 12, "file_name": "./11.jpg"})
+    config.annotations.write_text(json.dumps(content))
+    assert len(CocoDataset(config).records) == 6
+    assert "1 images: file listed more than once" in caplog.text
+    assert "(./11.jpg)" in caplog.text
+
+
 @pytest.mark.parametrize("prefix", ["", "gone/", "C:\\gone\\"])
 def test_images_in_other_subfolders_are_found_by_unique_names(tmp_path: Path, prefix: str) -> None:
     content = valid_content()

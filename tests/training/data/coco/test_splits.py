@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,29 @@ def test_splits_may_share_a_folder(tmp_path: Path) -> None:
         text = f'{{"images": [{{"file_name": "{name}"}}]}}'
         (tmp_path / "annotations" / f"{split}.json").write_text(text)
     assert {config.images.name for config in find_splits(tmp_path).values()} == {"train"}
+
+
+def test_ignored_annotations_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = (
+        "instances_train.json", "train.json", "val.json", "captions_train.json",
+        "._instances_val.json",
+    )  # fmt: skip
+    create(tmp_path, "train/", "val/", *(f"annotations/{name}" for name in names))
+    assert find_splits(tmp_path).keys() == {"train"}
+    assert [record.args[0] for record in caplog.records] == [tmp_path / "annotations" / "val.json"]
+
+
+def test_two_folders_with_the_same_names_are_refused(tmp_path: Path) -> None:
+    create(tmp_path, "photos/0.jpg", "detections/0.jpg", "annotations/")
+    file = tmp_path / "annotations" / "all.json"
+    file.write_text('{"images": [{"id": 1, "file_name": "0.jpg"}]}')
+    with pytest.raises(DataError, match=r"detections or in .*photos"):
+        find_splits(tmp_path)
+    shutil.rmtree(tmp_path / "detections")
+    (tmp_path / "link").symlink_to(tmp_path / "photos")
+    assert find_splits(tmp_path)["all"].images.samefile(tmp_path / "photos")
+    (tmp_path / "photos").rename(tmp_path / "images")
+    assert find_splits(tmp_path)["all"].images == tmp_path / "images"
 
 
 def test_folders_of_another_layout_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The same images in five layouts, compared with pycocotools and Pillow on the outlines."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -101,6 +102,17 @@ def test_a_coco_file_without_images_is_left_out(tmp_path: Path) -> None:
     assert recognize_layout(tmp_path).splits.keys() == {"train"}
 
 
+@pytest.mark.parametrize("damaged", ["train", "val"])
+def test_a_damaged_file_beside_the_image_folders_is_an_error(tmp_path: Path, damaged: str) -> None:
+    """Otherwise, the other split would be used for both training and evaluation."""
+    for split, scenes in (("train", TRAIN), ("val", VAL)):
+        save_images(tmp_path / split, scenes)
+        write_json(tmp_path / f"{split}.json", coco_content(scenes))
+    (tmp_path / f"{damaged}.json").write_text('{"images": [')
+    with pytest.raises(DataError, match=rf"{damaged}\.json is not JSON"):
+        recognize_layout(tmp_path)
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_converted_files_hold_the_same(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / "data", TRAIN, VAL)
@@ -140,6 +152,12 @@ def test_unreadable_images_of_yolo_are_not_unlisted(
     assert not inspect_splits(splits, min_size=64, max_size=96).files
 
 
+def test_other_files_around_the_data_set_are_ignored(tmp_path: Path) -> None:
+    WRITERS["COCO"](tmp_path / "data", TRAIN, VAL)
+    (tmp_path / "notes.json").write_text("// not JSON")
+    assert recognize_layout(tmp_path).name == "COCO"
+
+
 def test_a_folder_around_the_data_set_is_skipped(tmp_path: Path) -> None:
     WRITERS["Roboflow"](tmp_path / "download" / "parts", TRAIN, VAL)
     (tmp_path / "download" / "README.txt").touch()
@@ -152,3 +170,10 @@ def test_unknown_folders_are_errors_that_name_the_layouts(tmp_path: Path) -> Non
         recognize_layout(tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         recognize_layout(tmp_path / "nowhere")
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_not_read(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe is not a folder; give the folder"):
+        recognize_layout(tmp_path / "pipe")

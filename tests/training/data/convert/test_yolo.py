@@ -179,11 +179,11 @@ def test_labels_without_image_are_left_out(tmp_path: Path, flat: bool) -> None:
     (tmp_path / "data.yaml").write_text("train: train.txt\nval: val.txt\n" + NAMES_LINE)
     splits = recognize_layout(tmp_path).splits
     names = tuple(f"{kinds[1]}/train/{Path(scene.name).stem}.txt" for scene in TRAIN[:2])
-    assert splits["train"].load().faults == {"labels: image file missing": names}
+    assert splits["train"].load().faults == {"files: image missing": names}
     assert not splits["val"].load().faults
 
 
-def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
+def test_invalid_labels_of_yolo_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_yolo(tmp_path, TRAIN, VAL)
     label = tmp_path / "train" / "labels" / "photo_000.txt"
     lines = [
@@ -219,6 +219,8 @@ def test_invalid_labels_of_yolo_are_named(tmp_path: Path) -> None:
     reason = "header not readable: the file is not a JPEG, PNG, WebP, BMP or TIFF image"
     assert dataset.faults[f"images: {reason}"] == others
     assert len(dataset.records[0].objects) == len(TRAIN[0].objects)
+    objects = sum(len(record.objects) for record in dataset.records)
+    assert f"; 6 of {objects + 6} annotations are skipped" in caplog.text
 
 
 def test_images_without_labels_have_no_objects(
@@ -283,6 +285,7 @@ def test_labels_of_yolo_refer_to_the_upright_image(tmp_path: Path) -> None:
         ("train: train/images\nnames: bolt\n", "`names` must be.*'bolt'"),
         ("train: train/images\nnames: []\n", r"`names` must be.*\[\]"),
         ("train: train/images\nnames: {a: bolt}\n", "`names` must be.*'a': 'bolt'"),
+        (f"train: train/images\nnames: {{{2**63}: bolt}}\n", f"`names` must be.*{2**63}"),
         ("train: train/images\nnames: [[bolt]]\n", r"`names` must be.*\[\['bolt'\]\]"),
         ("train: train/images\nnames: {0: a, [1]: b}\n", "YAML"),
         ("train: train/images\n", "`names` must be.*missing"),

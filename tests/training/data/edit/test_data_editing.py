@@ -146,9 +146,11 @@ def test_merging_reports_classes_and_images_that_one_set_repeats(tmp_path: Path)
 def test_filters_keep_a_part(
     tmp_path: Path, options: list[str], ids: set[int], images: set[int]
 ) -> None:
-    source = write_folder(tmp_path, valid_content()).annotations
+    content = valid_content()
+    content["annotations"].append(annotation(90, 5, category_id=1234))
+    source = write_folder(tmp_path, content).annotations
     out = tmp_path / "filtered.json"
-    call("filter", source, out, *options)
+    assert "1 annotations: unknown category (90)" in call("filter", source, out, *options)
     before, after = (json.loads(path.read_text()) for path in (source, out))
     assert {a["id"] for a in after["annotations"]} == ids
     assert all(a in before["annotations"] for a in after["annotations"])

@@ -116,3 +116,10 @@ def test_boxes_of_any_size_can_be_cropped(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(mask, expected)
     else:
         assert mask.mean() == share
+
+
+def test_a_box_of_almost_no_width_can_be_cropped() -> None:
+    """An infinite scale would make the coordinate 0 NaN, which ends the process in pycocotools."""
+    triangle = (np.array([0.0, 0, 10, 0, 10, 10]),)
+    mask = mask_from_segmentation(triangle, (64, 96), (SIDE, SIDE), (0.0, 0.0, 1e-310, 5.0))
+    assert mask.shape == (SIDE, SIDE)

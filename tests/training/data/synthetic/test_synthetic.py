@@ -76,6 +76,13 @@ def test_a_killed_worker_process_is_an_error(tmp_path: Path) -> None:
         draw_dataset(tmp_path, config, workers=2, on_image=kill_workers)
 
 
+@pytest.mark.timeout(60)
+def test_an_error_in_a_worker_process_reaches_the_caller(tmp_path: Path) -> None:
+    (tmp_path / "train" / "000001.jpg").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match="000001"):
+        draw_dataset(tmp_path, CONFIG, workers=2)
+
+
 def test_data_set_is_valid(folder: Path) -> None:
     for split, number in (("train", CONFIG.train), ("val", CONFIG.val)):
         annotations = folder / "annotations" / f"{split}.json"
