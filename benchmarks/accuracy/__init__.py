@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ...model.bundle.manifest import MANIFEST_NAME, Precision
+from ...model.config.option_types import OUTPUT_FILE, OUTPUT_FOLDER
 from ...model.plurals import counted
 from ...serving.config import BackendName
 from ...training.config import EvaluatorName
@@ -51,16 +52,16 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
     help="Library that computes the metrics; sets evaluation.evaluator.",
 )  # fmt: skip
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path, file_okay=False),
+    "-o", "--output", type=OUTPUT_FOLDER,
     help="Folder for the result files of a bundle. Default: they are not written.",
 )  # fmt: skip
 @click.option(
-    "--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.html",
+    "--report", type=OUTPUT_FILE, metavar="FILE.html",
     help="Also write a report: precision-recall curves, confusion matrix, best score threshold of "
     "each class, images with the most errors.",
 )  # fmt: skip
 @click.option(
-    "--json", "json_path", type=click.Path(path_type=Path, dir_okay=False),
+    "--json", "json_path", type=OUTPUT_FILE,
     help="Also write the metrics to this file.",
 )  # fmt: skip
 def evaluate(
@@ -82,12 +83,12 @@ def evaluate(
     set folder in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for `maskrcnn train
     finetune`. Its split `val`, or its only split, is used. For any other image folder with a COCO
     annotation file, give --images and --annotations instead of DATA. DATA can also be CONFIG
-    [KEY=VALUE]..., of which only data.val, data.on_broken, data.exif_orientation and the section
-    `evaluation` are used.
+    [KEY=VALUE]... as above. Then only data.val, data.on_broken, data.exif_orientation and the
+    section `evaluation` of CONFIG are used.
 
-    If DATA is a data set folder, or if --images, --annotations, --backend, --precision or -o is
-    given, CHECKPOINT is exported to a bundle in the cache folder, and this bundle is evaluated.
-    Later evaluations reuse the bundle.
+    A checkpoint is also evaluated as a bundle if DATA is a data set folder, or if --images,
+    --annotations, --backend, --precision or -o is given. The checkpoint is first exported to a
+    bundle in the cache folder. Later evaluations reuse the bundle.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
     coco_results.pth, which torch.load reads. If a metric is below evaluation.expected, the exit

@@ -132,9 +132,9 @@ def busy_microseconds(activities: Sequence[GpuActivity]) -> float:
 
 
 def _timeline(activities: Sequence[GpuActivity]) -> Iterator[tuple[GpuActivity, float, float]]:
-    """Yield each activity, the idle microseconds before it, and the busy microseconds that it adds.
+    """Yield each activity, the idle time before it, and its busy time, in microseconds.
 
-    If two activities overlap, the time of the overlap counts for the one that started first.
+    If two activities overlap, the overlap is busy time of only the one that started first.
     """
     end = activities[0].start if activities else 0.0
     for activity in activities:

@@ -90,7 +90,7 @@ def iterate_in_process(
         while True:
             try:
                 item, error = receiver.recv()
-            except EOFError:
+            except (EOFError, OSError):  # OSError: it died while it sent an item
                 break
             if error:
                 raise error
@@ -168,7 +168,7 @@ def _send_result(
 def _received(receiver: Any) -> Any:
     try:
         result, error = receiver.recv()
-    except EOFError:
+    except (EOFError, OSError):
         raise ProcessError(
             "a benchmark process died without a result, probably because memory ran out; free "
             "memory and try again"
@@ -190,13 +190,13 @@ def reset_peak_memory() -> None:
 
 
 def peak_memory_mib(kind: MemoryKind) -> float:
-    """Return the peak memory use since `reset_peak_memory`, in MiB.
+    """Return the peak memory use or, for the kind `driver`, the current memory use, in MiB.
 
-    The argument `kind` selects the memory:
+    The argument `kind` selects the memory. Peaks are those since `reset_peak_memory`:
 
     - `cpu`: peak resident memory of this process.
     - `torch`: peak GPU memory reserved by torch.
-    - `driver`: memory of torch's GPU 0 that all processes together use now, not a peak.
+    - `driver`: current memory use of torch's GPU 0, by all processes together.
     """
     # The driver reports no peak. The memory in use comes close to it, because libraries other than
     # torch keep the memory that they have allocated.

@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...model.config.option_types import OUTPUT_FILE, OUTPUT_FOLDER
 from ...plugins.runtime.console import table_console
 from .machine import MachineInfo, describe_machine
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 json_option = click.option(
     "--json",
     "json_path",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OUTPUT_FILE,
     help="Also write results and package versions to this JSON file.",
 )
 
@@ -37,11 +38,11 @@ def output_option(contents: str) -> Callable[[Callable[..., Any]], Callable[...,
     """Return a decorator that adds the option `--output` to a command.
 
     Args:
-        contents: description of the files in the folder except the JSON file, for the help text.
+        contents: part of the help text: description of the written files, without the JSON file.
     """
     return click.option(
         "--output",
-        type=click.Path(file_okay=False, path_type=Path),
+        type=OUTPUT_FOLDER,
         help=f"Folder for a record of the results: {contents}, and a JSON file.",
     )
 

@@ -16,7 +16,6 @@ from ...serving.config import DAY_S
 if TYPE_CHECKING:
     import torch
 
-POSITIVE = FiniteRange(min=0, min_open=True)
 SECONDS = FiniteRange(min=0, min_open=True, max=DAY_S)
 
 seconds_option = click.option(

@@ -89,9 +89,9 @@ class TorchvisionTrainer:
     """Trainer of torchvision's Mask R-CNN. `step` has the same arguments as `Trainer.step`.
 
     Initial weights, optimiser, learning-rate schedule and precision are those of a `Trainer` with
-    the same configuration. If a step has several batches, this trainer averages the mean losses of
-    the batches. `Trainer` sums each loss and its denominator over all batches, and divides the two
-    sums.
+    the same configuration. There is one difference if a step has several batches: this trainer
+    averages the mean losses of the batches, while `Trainer` sums each loss and its denominator over
+    all batches, and divides the two sums.
     """
 
     def __init__(self, config: TrainConfig, worker: Worker) -> None:

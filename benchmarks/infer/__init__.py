@@ -67,9 +67,9 @@ def infer(
     the cache folder, and measured as a bundle. --peer torchvision also measures torchvision's
     model, with the weights of each checkpoint and each published model.
 
-    All models get the same input. Its size is --shape, by default the first input size of the first
-    model. If an engine fails, it is reported, and the others are still measured. The exit code is
-    then 3, or 1 if all engines fail.
+    All models get the same input. Its size is --shape or, by default, the first input size of the
+    first model. If a model fails in one precision, this is reported, and the other measurements
+    continue. The exit code is then 3, or 1 if all fail.
     """
     from .measure import InferSettings
 

@@ -149,10 +149,10 @@ def measure_models(
 
 
 def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[MatmulRoofline]:
-    """Return one upper bound of the throughput per precision, except for int8 and fp8.
+    """Return upper bounds of the throughput of the first checkpoint in `models`, by precision.
 
-    The rate of matrix products is not measured in int8 and fp8. The bounds are for the first
-    checkpoint in `models`. If there is no checkpoint or no GPU, return [].
+    int8 and fp8 have no bound, because the rate of matrix products is not measured in them. If
+    there is no checkpoint or no GPU, return [].
 
     Args:
         models: Checkpoints (files) and bundles (folders).
@@ -160,7 +160,7 @@ def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[M
             the first model is used.
 
     Raises:
-        CheckpointError: the first file is not a checkpoint.
+        CheckpointError: the first file in `models` is not a checkpoint.
         BundleError: the input size is None, and the first model is a bundle that cannot be read.
         ProcessError: the measuring process died.
     """

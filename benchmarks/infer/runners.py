@@ -86,8 +86,8 @@ class EngineChoice:
         """Load the engine for an input size and batches of at most `max_batch` images.
 
         Raises:
-            BundleError: the bundle cannot be read, or lacks the precision or the input size. Or
-                the precision is int8 or fp8, and the model is a checkpoint instead of a bundle.
+            BundleError: the bundle cannot be read, or lacks the precision or the input size; or the
+                model is a checkpoint, and the precision is int8 or fp8, which needs a bundle.
             BackendError: the backend does not run on this machine, or does not support `max_batch`.
             CheckpointError: the file is not a checkpoint, or torchvision has no model of the
                 checkpoint's configuration.
@@ -150,7 +150,8 @@ class BundleRunner:
         """Return one or two `BatchRun`s of images [B, 3, H, W].
 
         The last `BatchRun` has input and output in host memory. If the backend supports input and
-        output in device memory, a `BatchRun` that uses device memory comes first.
+        output in device memory, a `BatchRun` that uses device memory comes first. On a CPU, where
+        both memories are the same, only the first one is returned.
         """
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)
@@ -178,7 +179,7 @@ class BundleRunner:
                 torch.cuda.synchronize if backend.device == "cuda" else None,
             )
             runs.insert(0, run)
-        return runs
+        return runs[:1] if backend.device == "cpu" else runs
 
 
 def _backend_run(

@@ -41,9 +41,11 @@ _COLUMN_MEANINGS = {
     "speedup": "time of each baseline divided by that of the kernel",
 }
 _TIMER_NOTE = """\
-Before each timed call, a large tensor is filled on the GPU. The fill flushes the caches and hides
-the launch overhead. If a baseline waits for the GPU, the wait is included. The time of a baseline
-with * is the median of three calls on the host's clock.
+Before each call that is timed with CUDA events, a large tensor is filled on the GPU. The fill
+flushes the caches, and keeps the GPU busy until the host has enqueued the call, so that the launch
+overhead is not measured. If a baseline synchronises with the GPU during the call, its time includes
+the synchronisation. Baselines with * are timed on the host's clock instead, without the fill; their
+time is the median of three calls.
 """
 _TORCHVISION_NOTE = """\
 Torchvision's RoIAlign is measured with features in NCHW, its fastest layout, and does not support
@@ -52,7 +54,8 @@ alone. Torchvision's NMS processes one image at a time, and returns all boxes th
 """
 _RLE_NOTE = """\
 The kernel `paste_rle` returns run lengths in GPU memory. The kernel `compress_runs` encodes them as
-COCO RLE strings. The time of pycocotools includes the encoding.
+COCO RLE strings. In the row `paste_rle`, the time of the kernel does not include this encoding, but
+the times of all baselines include it.
 """
 
 

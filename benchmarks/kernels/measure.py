@@ -110,10 +110,10 @@ class Workload:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def count(self, full: int) -> int:
-        """Return `full` times the attribute `share`, rounded, but at least 1.
+        """Return the number of RoIs, candidates or instances in this workload, at least 1.
 
-        `full` is the usual number of RoIs, candidates or instances. A `share` below 1 makes the
-        workload smaller.
+        It is `full`, the usual number, times the attribute `share`, rounded. A `share` below 1
+        makes the workload smaller.
         """
         return max(1, round(full * self.share))
 

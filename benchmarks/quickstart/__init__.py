@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ...model.config.option_types import OUTPUT_FOLDER
 from ...model.plurals import counted
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class QuickstartError(Exception):
 
 @click.command()
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path, file_okay=False),
+    "-o", "--output", type=OUTPUT_FOLDER,
     default=Path("runs/quickstart"), show_default=True,
     help="Output folder. It is emptied first if an earlier quickstart created it.",
 )  # fmt: skip
@@ -198,8 +199,8 @@ def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> N
 def _serve_and_compare(console: Console, bundle: Path, config: "TrainConfig", image: Path) -> None:
     """Check that a server's detections equal those of offline prediction.
 
-    The first validation images are sent to a server of the bundle. Those with the most annotated
-    objects are then drawn into the PNG file `image`, with ground truth beside detections.
+    The first validation images are sent to a server of the bundle. From these images, the ones with
+    the most annotated objects are drawn into the PNG file `image`, ground truth beside detections.
 
     Raises:
         QuickstartError: a request failed, or the detections differ.

@@ -18,7 +18,7 @@ from ...serving.config import DAY_S, check_address
 from ...serving.detections import MaskFormat
 from ..common.images import describe_images, images_option, read_images
 from ..common.record import json_option, output_option, publish
-from ..common.timing import POSITIVE, SECONDS, seconds_option
+from ..common.timing import SECONDS, seconds_option
 from .load import Arrivals
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ class _ServeBenchmark(click.Command):
     "over gRPC is measured just before. Repeatable. Needs a model as SERVER.",
 )  # fmt: skip
 @click.option(
-    "--rate", "rates", multiple=True, type=POSITIVE,
+    "--rate", "rates", multiple=True, type=FiniteRange(min=0, min_open=True, max=100_000),
     help="Images per second, sent whether or not previous ones are answered. Repeatable.",
 )  # fmt: skip
 @click.option(
-    "--load", "loads", multiple=True, type=POSITIVE,
+    "--load", "loads", multiple=True, type=FiniteRange(min=0, min_open=True, max=100),
     help="Rate as a fraction of the highest throughput at --concurrency. Repeatable.",
 )  # fmt: skip
 @click.option(
@@ -191,8 +191,10 @@ def serve(
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return option values, with a default for --concurrency if it is needed but not given.
 
-    --concurrency is needed if --rate, --streamed and --http are not given. It is also needed if
-    --load is given, because --load is a fraction of the throughput at --concurrency.
+    --concurrency is needed in two cases:
+
+    - --load is given, because --load is a fraction of the throughput at --concurrency.
+    - --rate, --streamed and --http are all missing, because then no other option sets the load.
     """
     others = values["rates"] or values["streamed"] or values["http"]
     if not values["concurrencies"] and (values["loads"] or not others):

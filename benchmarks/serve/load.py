@@ -180,9 +180,10 @@ async def _send_load(share: ClientLoad) -> ClientLog:
 
 @contextlib.asynccontextmanager
 async def _detecting(share: ClientLoad) -> AsyncIterator[_Detect]:
-    """Open the connections of a client process.
+    """Context manager: yield a function that sends one request, and returns its status and timing.
 
-    Yield a function that sends one request, given as bytes, and returns its status and timing.
+    The function takes the request as bytes. The connections of the client process are open until
+    the `with` block ends.
     """
     if isinstance(share.load, HttpLoop):
         with contextlib.closing(HttpClient(share.address)) as client:

@@ -207,10 +207,10 @@ class _ServerTarget(NamedTuple):
 
 
 def _target_at(address: str, settings: ServeSettings, pid: int | None) -> _ServerTarget:
-    """Send the first image to a server, as a check that the server can process it.
+    """Return the target of a measurement, after a check that the server can process an image.
 
-    Return the server's address, maximum batch size and process ID, and one serialised request per
-    image.
+    The target has the server's address, maximum batch size and process ID, and one serialised
+    request per image of the settings.
     """
     options = DetectionOptions(mask_format=settings.masks)
     images = settings.encoded_images()

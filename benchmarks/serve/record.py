@@ -189,9 +189,15 @@ def _latency_goal(
 ) -> str:
     """Return sentences on latency, refused requests and server memory under an open loop.
 
-    `result` is the result under the open loop `load`. `best` is the fastest closed-loop result. If
-    the rate of `load` is below the throughput of `best`, the latency is compared with a goal. The
-    goal depends on `max_delay_ms`, the server's option `--max-delay-ms`. None: there is no goal.
+    If the rate of `load` is below the throughput of `best`, and `max_delay_ms` is known, the
+    sentences also compare the latency with a goal.
+
+    Args:
+        result: result under `load`.
+        load: open loop under which the server was measured.
+        best: fastest closed-loop result.
+        max_delay_ms: the server's option `--max-delay-ms`, from which the goal is computed. None:
+            it is unknown.
     """
     refused = result.refused_requests
     refusal = f"{refused} of {refused + result.requests} requests were refused"
@@ -210,8 +216,8 @@ def _latency_goal(
         limit = max_delay_ms + 3 * best.times.infer
         parts += [
             f"The goal for this latency is {limit:.1f} ms: the maximum batching delay of "
-            f"{max_delay_ms:.1f} ms plus three times the mean inference time of a batch with "
-            f"{load_name(best.load)}",
+            f"{max_delay_ms:.1f} ms plus three times the mean inference time of a batch in "
+            f"the load with {load_name(best.load)}",
             f"The goal is {format_verdict(result.latency.p99 <= limit)}",
         ]
     if (memory := result.server_memory_mib) is not None:

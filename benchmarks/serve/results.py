@@ -83,7 +83,7 @@ class ServeResult:
 
     @property
     def refused_requests(self) -> int:
-        """Number of requests that failed, of those whose planned start is in the measurement."""
+        """Number of failed requests whose planned start is within the measurement."""
         return sum(refusals.requests for refusals in self.refusals)
 
     @property
@@ -116,8 +116,8 @@ def result_from_logs(
         server: Resource use of the server during the measurement. None: it is unknown.
 
     Raises:
-        NoAnswerError: no request whose planned start is in the measurement succeeded, or no
-            response of a successful request arrived within the measurement.
+        NoAnswerError: no request with a planned start within the measurement succeeded, or no
+            successful response arrived during the measurement.
     """
     seconds = window.end - window.start
     requests = [request for log in logs for request in log.requests]
@@ -174,24 +174,26 @@ def _latency_of(requests: Sequence[RequestLog]) -> Latency:
 def own_results(results: Sequence[ServeResult]) -> list[ServeResult]:
     """Return the results of the server under test, without those of a baseline server.
 
-    The first of `results` is of the server under test. Results of a baseline server have another
-    `max_batch`.
+    The first result is of the server under test. Results with another `max_batch` are of a baseline
+    server.
     """
     return [r for r in results if r.max_batch == results[0].max_batch]
 
 
 def fastest(results: Sequence[ServeResult], *, streamed: bool = False) -> ServeResult | None:
-    """Return the result with the highest throughput among closed loops over gRPC.
+    """Return the closed-loop gRPC result with the highest throughput, or None if there is none.
 
-    If `streamed`, consider only loops over streams, else only loops of unary calls. If there is no
-    such loop in `results`, return None.
+    `streamed` states whether to consider loads over gRPC streams, or loads of unary calls.
     """
     closed = closed_loops(results, streamed=streamed)
     return max(closed, key=lambda r: r.images_per_second, default=None)
 
 
 def closed_loops(results: Sequence[ServeResult], *, streamed: bool) -> list[ServeResult]:
-    """Return the results of closed gRPC loops: over streams if `streamed`, else of unary calls."""
+    """Return the results of closed-loop gRPC loads, either with streams or with unary calls.
+
+    In a closed loop, a client sends its next request when it has received a response.
+    """
     loads = ((r, r.load) for r in results)
     # `isinstance` would include HttpLoop, which derives from ClosedLoop.
     return [r for r, load in loads if type(load) is ClosedLoop and load.streamed == streamed]

@@ -58,9 +58,9 @@ def serve_tables(results: Sequence[ServeResult]) -> list[ResultTable]:
 
 def _refusals(results: Sequence[ServeResult]) -> list[str]:
     return [
-        f"{load_name(r.load)}: {f.requests} of {r.requests + r.refused_requests} requests ended "
-        f"with {f.status}, half of them within {format_ms(f.latency.p50)} ms, "
-        f"99% within {format_ms(f.latency.p99)} ms"
+        f"Load {load_name(r.load)}: {f.requests} of {r.requests + r.refused_requests} requests "
+        f"ended with the status {f.status}. Half of the requests with this status ended within "
+        f"{format_ms(f.latency.p50)} ms, and 99% within {format_ms(f.latency.p99)} ms."
         for r in results
         for f in r.refusals
     ]

@@ -73,8 +73,8 @@ def train(
 
     if warmup >= iterations:
         raise click.UsageError(
-            f"--warmup {warmup} leaves none of the {iterations} iterations to time; lower "
-            "--warmup, or raise --iterations"
+            f"--warmup {warmup} must be less than --iterations {iterations}, because warm-up "
+            "iterations are not timed; lower --warmup, or raise --iterations"
         )
     if gpus is not None:
         # Otherwise, the error would name the key `device`, which the user has not set.

@@ -116,9 +116,10 @@ def measure_training(
     Every run uses new processes.
 
     Args:
-        config: Configuration to train. Its precision is ignored, and its number of iterations only
-            sets the learning-rate schedule. Its seed is the first of `settings.seeds` consecutive
-            seeds. Its keys `device` and `processes` give the number of processes of a run.
+        config: Configuration to train. `settings` replaces its precision and number of steps, but
+            its number of iterations still sets the learning-rate schedule. The runs have
+            `settings.seeds` consecutive seeds, beginning with the configuration's. Its keys
+            `device` and `processes` give the number of processes of a run.
         settings: Precisions, baselines, seeds and numbers of steps.
         on_run: Function that is called before each run.
 
@@ -243,16 +244,23 @@ def measure_rank(
         ConfigError: GPU memory runs out, the configuration does not match the data or the machine,
             or torchvision has no model of this configuration.
         DataError: the data set is invalid.
-        DivergenceError: the fp16 loss scale became too small (`check_loss_scale`).
+        DivergenceError: the fp16 loss scale became too small (`check_loss_scale`). The message
+            names the model and the seed.
     """
     os.environ.update(environment)
     import torch
 
     from ...training.config import ConfigError
+    from ...training.reporting import DivergenceError
     from ...training.trainer import GpuMemoryError
 
     try:
         return _measure_steps(config, engine, settings)
+    except DivergenceError as error:
+        symptom, advice = error.args
+        raise DivergenceError(
+            f"model {engine!r} with seed={config.seed}: {symptom}", advice
+        ) from None
     except (GpuMemoryError, torch.OutOfMemoryError):
         # `Trainer` raises the first of these errors, `TorchvisionTrainer` the second.
         raise ConfigError(
@@ -267,7 +275,7 @@ def _measure_steps(
     import torch
 
     from ...training.classes import set_classes_from_dataset
-    from ...training.data.coco.dataset import CocoDataset
+    from ...training.data.coco.training_set import load_training_set
     from ...training.data.loading.device_batches import prefetch_batches
     from ...training.data.loading.loader import train_loader
     from ...training.distributed import worker
@@ -275,9 +283,12 @@ def _measure_steps(
     from ...training.trainer import Trainer, set_arithmetic
     from ..common.torchvision_baseline import TorchvisionTrainer
 
-    dataset = CocoDataset(config.data.train, config.data.on_broken)
+    dataset = load_training_set(config.data)
     config = set_classes_from_dataset(dataset, config)
     with worker(config.device) as own:
+        measure_metrics = None
+        if settings.with_average_precision:  # find faults of the validation set before training
+            measure_metrics = _validation(config, dataset.categories, own)
         set_arithmetic(config)
         trainer: Trainer | TorchvisionTrainer = (
             TorchvisionTrainer(config, own) if engine == "torchvision" else Trainer(config, own)
@@ -305,8 +316,10 @@ def _measure_steps(
         # Read the peak now, because the evaluation could raise it.
         peak_mib = peak_memory_mib("torch" if own.device.type == "cuda" else "cpu")
         metrics = {}
-        if settings.with_average_precision:
-            metrics = _average_precision(trainer.evaluated_model, config, dataset.categories, own)
+        if measure_metrics:
+            if isinstance(trainer, Trainer):
+                trainer.share_statistics()
+            metrics = measure_metrics(trainer.evaluated_model)
         return TrainResult(
             engine=engine,
             precision=config.precision,
@@ -327,10 +340,23 @@ def _measure_steps(
         )
 
 
-def _average_precision(
-    model: "MaskRCNN", config: "TrainConfig", categories: Sequence[Category], worker: "Worker"
-) -> dict[str, float]:
-    """Return a model's COCO metrics on the validation set, with keys such as `segm/AP`."""
+def _validation(
+    config: "TrainConfig", categories: Sequence[Category], worker: "Worker"
+) -> Callable[["MaskRCNN"], dict[str, float]]:
+    """Read the validation set. Return a function that measures a model's COCO metrics on it.
+
+    The function returns the metrics with keys such as `segm/AP`.
+
+    Args:
+        config: Configuration of the run.
+        categories: Classes of the model by label; label 1 is the first.
+        worker: Rank of this process.
+
+    Raises:
+        ConfigError: the validation set has categories that the training set lacks.
+        DataError: the validation set is missing or invalid.
+    """
+    from ...training.data.coco.categories import with_ids_of
     from ...training.data.coco.dataset import CocoDataset
     from ...training.data.loading.loader import eval_loader
     from ...training.evaluation.evaluator import CocoEvaluator, evaluate_model
@@ -338,10 +364,16 @@ def _average_precision(
 
     assert config.data.val is not None
     dataset = CocoDataset(config.data.val, config.data.on_broken)
-    evaluator = CocoEvaluator(dataset, categories, worker, config.evaluation.evaluator)
-    batches = eval_loader(dataset, config, rank=worker.rank, world_size=worker.world_size)
-    evaluate_model(model, batches, evaluator, worker.device, AUTOCAST_DTYPES.get(config.precision))
-    return evaluator.evaluate()
+    categories = with_ids_of(dataset, categories)
+
+    def measure(model: "MaskRCNN") -> dict[str, float]:
+        evaluator = CocoEvaluator(dataset, categories, worker, config.evaluation.evaluator)
+        batches = eval_loader(dataset, config, rank=worker.rank, world_size=worker.world_size)
+        dtype = AUTOCAST_DTYPES.get(config.precision)
+        evaluate_model(model, batches, evaluator, worker.device, dtype)
+        return evaluator.evaluate()
+
+    return measure
 
 
 def _gpu_steps(step: Callable[[], object]) -> GpuSteps:

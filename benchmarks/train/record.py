@@ -49,11 +49,11 @@ _COLUMN_MEANINGS = {
     "loss": "mean of the total loss over the last tenth of the steps",
 }
 _ROOFLINE_NOTE = """\
-The upper bound of the throughput (column "of roofline") assumes that a GPU computes only
-convolutions and matrix products. A training step is assumed to have three times the operations of
-inference: one third for the outputs, two thirds for the gradients. This makes {flops:.3g} TFLOP per
-image; a multiply-add counts as two operations. The assumed rate is that of an 8192x8192x8192 matrix
-product in the same precision: {rates}.
+The column "of roofline" has the throughput divided by an upper bound. The upper bound assumes that
+a GPU computes only convolutions and matrix products. A training step is assumed to have three times
+the operations of inference: one third in the forward pass, two thirds in the backward pass. A
+training step then has {flops:.3g} TFLOP per image, with a multiply-add as two operations. The
+assumed rate is that of an 8192x8192x8192 matrix product in the same precision: {rates}.
 """
 _KINDS_NOTE = """\
 The GPU time by kind of kernel comes from a profile of one step. "element-wise" includes reductions.

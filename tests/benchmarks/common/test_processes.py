@@ -7,6 +7,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -50,6 +51,22 @@ def test_items_come_from_one_child_process():
 def test_items_before_a_crash_are_kept():
     items = iterate_in_process(exit_after, 2)
     assert [next(items), next(items)] == [0, 1]
+    with pytest.raises(ProcessError, match="exit code 3"):
+        next(items)
+
+
+def exit_during_an_item() -> Iterator[bytes]:
+    yield b"sent"
+    threading.Timer(0.1, os._exit, (3,)).start()
+    # More than a pipe holds, so the process still sends it when it exits.
+    yield bytes(1 << 20)
+
+
+def test_a_process_that_dies_while_it_sends_an_item_is_an_error() -> None:
+    items = iterate_in_process(exit_during_an_item)
+    assert next(items) == b"sent"
+    while active_children():
+        time.sleep(0.05)
     with pytest.raises(ProcessError, match="exit code 3"):
         next(items)
 

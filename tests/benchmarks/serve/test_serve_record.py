@@ -74,8 +74,14 @@ def test_page_and_plots(tmp_path: Path) -> None:
     )
     assert "| 1 client | front end 1 | main | 1 | 5.00 |" in text
     assert "| 1 client | worker 2 | batch | 5 | 20.00 |" in text
-    refusals = next(line for line in text.splitlines() if line.startswith("- poisson 900.0/s: "))
-    for fact in ("300 of 1200 requests", "RESOURCE_EXHAUSTED", "half of them within 2.0"):
+    refusals = next(
+        line for line in text.splitlines() if line.startswith("- Load poisson 900.0/s: ")
+    )
+    for fact in (
+        "300 of 1200 requests",
+        "RESOURCE_EXHAUSTED",
+        "Half of the requests with this status ended within 2.0",
+    ):
         assert fact in refusals
     with Image.open(page.with_suffix(".png")) as image:
         assert min(image.size) > 500

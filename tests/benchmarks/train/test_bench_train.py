@@ -32,6 +32,7 @@ from maskrcnn_trt.training.data.loading.batches import Batch
 from maskrcnn_trt.training.data.loading.loader import train_loader
 from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_dataset
 from maskrcnn_trt.training.distributed import Worker
+from maskrcnn_trt.training.reporting import DivergenceError
 from maskrcnn_trt.training.run import run_training
 from maskrcnn_trt.training.trainer import GpuMemoryError, Trainer
 
@@ -98,6 +99,23 @@ def test_losses_are_those_of_a_training_run(config_path: Path, tmp_path: Path):
     assert own["metrics"] == pytest.approx(checkpoint.metrics)
 
 
+@pytest.mark.parametrize(("key", "error"), [("val", ConfigError), ("extra_train", DataError)])
+def test_classes_that_training_lacks_are_an_error(
+    config_path: Path, tmp_path: Path, key: str, error: type[Exception]
+) -> None:
+    folder = config_path.parent
+    content = json.loads((folder / "annotations/val.json").read_text())
+    content["categories"].append({"id": 99, "name": "new"})
+    annotations = tmp_path / "new.json"
+    annotations.write_text(json.dumps(content))
+    entry = f"{{images: {folder / 'val'}, annotations: {annotations}}}"
+    config = load_config(
+        str(config_path), [f"data.{key}={entry if key == 'val' else f'[{entry}]'}"]
+    )
+    with pytest.raises(error, match="'new'"):
+        measure_rank(config, "this", replace(SETTINGS, with_average_precision=True), {})
+
+
 @pytest.mark.slow
 def test_two_processes_report_one_step(config_path: Path, tmp_path: Path):
     """The result is kept although the next run fails, because fp16 needs a GPU."""
@@ -111,15 +129,26 @@ def test_two_processes_report_one_step(config_path: Path, tmp_path: Path):
     assert torch.tensor(run["losses"]).shape == (2, 5)
 
 
-def test_lack_of_gpu_memory_names_the_batch_size(
-    config_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "expected", "facts"),
+    [
+        (GpuMemoryError(), ConfigError, r"GPU memory at solver\.images_per_batch=2"),
+        (DivergenceError("the scale fell"), DivergenceError, "'this' with seed=7: the scale fell"),
+    ],
+)
+def test_the_error_of_a_step_describes_the_run(
+    config_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    expected: type[Exception],
+    facts: str,
 ):
     def step(*_: object) -> None:
-        raise GpuMemoryError
+        raise error
 
     monkeypatch.setattr(Trainer, "step", step)
-    config = load_config(str(config_path), [])
-    with pytest.raises(ConfigError, match=r"GPU memory at solver\.images_per_batch=2"):
+    config = load_config(str(config_path), ["seed=7"])
+    with pytest.raises(expected, match=facts):
         measure_rank(config, "this", SETTINGS, {})
 
 
