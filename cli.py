@@ -150,9 +150,12 @@ def _exit_with(message: str, code: int) -> NoReturn:
 def _message_of_usage_error(error: click.ClickException) -> str:
     """Return the message of a usage error, with a hint on the correct usage.
 
-    After an unknown command or option, the hint lists the known ones. The message of an invalid
-    value contains a hint already. After any other error, the hint is the command's usage line. An
-    error without a click context gets no hint.
+    The hint depends on the error:
+
+    - unknown command or option: list of the known ones.
+    - invalid value: no additional hint, because the message contains one.
+    - error without a click context: no hint.
+    - any other error: usage line of the command.
     """
     message = error.format_message()
     ctx = error.ctx if isinstance(error, click.UsageError) else None

@@ -44,10 +44,12 @@ def on_startup(**_: object) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Return all files of the site.
 
-    They are the theme's files, the repository's Markdown pages, and one file for each other file or
-    folder of the repository that a page links to. Images, JSON files and notebooks are copied. Any
-    other file gets a page that shows its source. A folder gets a page that lists its files. The
-    listed files are added to the site in the same way.
+    They are the theme's files, the repository's Markdown pages, and the other files and folders of
+    the repository to which pages link:
+
+    - Images, JSON files and notebooks are copied.
+    - Any other file gets a page that shows its source.
+    - A folder gets a page that lists its files. These files are added to the site, too.
     """
     tracked = _tracked_files()
     pages = [path for path in tracked if path.endswith(".md") and not _NO_PAGES.match(path)]

@@ -23,6 +23,18 @@ SOLVER_KEYS = (
     "warmup_factor, warmup_method, freeze_backbone_after_epoch, clip_gradient_norm, ema_decay"
 )
 
+# Name of the parameter that is /dev/null/x, a path below a file, by the command line before it.
+OUTPUTS = {
+    "eval b --json": "'--json'",
+    "eval b --report": "'--report'",
+    "eval b -o": "'-o' / '--output'",
+    "bench bulk b --json": "'--json'",
+    "bench infer b --output": "'--output'",
+    "export no-such.pth -o": "'-o' / '--output'",
+    "data merge": "'OUT'",
+    "weights convert no-such.pkl -o": "'-o' / '--output'",
+}
+
 # Exit code 2, by command line.
 USAGE_ERRORS = {
     "trian": f"'maskrcnn' has no command 'trian' (did you mean train?); choose from {COMMANDS}",
@@ -98,6 +110,9 @@ USAGE_ERRORS = {
     "data download coco2018 d": (
         "Invalid value for '{coco2014|coco2017}': 'coco2018' is not one of 'coco2014', 'coco2017'."
     ),
+    "data download coco2017 d --timeout 1e10": (
+        "Invalid value for '--timeout': 10000000000.0 is not in the range 0<x<=86400."
+    ),
     "bench infer": (
         "Missing argument 'MODELS...'; usage: maskrcnn bench infer [OPTIONS] MODELS..."
     ),
@@ -109,6 +124,12 @@ USAGE_ERRORS = {
         "--max-batch is an option of `maskrcnn serve`; write it after --; usage: maskrcnn bench "
         "serve [OPTIONS] SERVER [-- OPTIONS]..."
     ),
+    "bench serve b --rate 1e7": (
+        "Invalid value for '--rate': 10000000.0 is not in the range 0<x<=100000."
+    ),
+    "bench serve b --load 1e7": (
+        "Invalid value for '--load': 10000000.0 is not in the range 0<x<=100."
+    ),
     "bench kernels --no-such": (
         "'maskrcnn bench kernels' has no option '--no-such'; choose from --kernel, --json, "
         "--output, --help"
@@ -118,6 +139,13 @@ USAGE_ERRORS = {
     ),
     "train finetun .": "'finetun' is unknown; did you mean `train finetune`?",
     "quickstart --images 1": "Invalid value for '--images': 1 is not in the range x>=8.",
+    **{
+        f"{line} /dev/null/x": (
+            f"Invalid value for {parameter}: /dev/null/x: no file can be created in /dev/null (Not "
+            "a directory); choose another path"
+        )
+        for line, parameter in OUTPUTS.items()
+    },
 }
 # Exit code 1, by command line.
 FAILURES = {

@@ -20,6 +20,7 @@ class Gate:
 
     def __init__(self, folder: Path) -> None:
         self._closed = folder / "closed"
+        self._admitted = folder / "admitted"
         self._fault = folder / "fault"
         self._count = folder / "count"
 
@@ -28,6 +29,10 @@ class Gate:
 
     def close(self) -> None:
         self._closed.touch()
+
+    def admit_one(self) -> None:
+        """Let one batch through the closed gate."""
+        self._admitted.touch()
 
     def break_with(self, fault: BaseException | None) -> None:
         """Make all further batches raise an error. None: let them succeed again."""
@@ -47,12 +52,19 @@ class Gate:
     def pass_through(self) -> None:
         with self._count.open("ab") as file:
             file.write(b".")
-        while self._closed.exists():
+        while self._closed.exists() and not self._is_admitted():
             time.sleep(0.01)
         with contextlib.suppress(FileNotFoundError):
             fault = pickle.loads(self._fault.read_bytes())
             if fault is not None:
                 raise fault
+
+    def _is_admitted(self) -> bool:
+        try:
+            self._admitted.unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
 
 @contextlib.contextmanager

@@ -3,12 +3,21 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from maskrcnn_trt.serving.client import AsyncDetectorClient, DetectorClient
 from maskrcnn_trt.serving.errors import ClientError
+
+# Values that are not several images.
+NO_LISTS = ["a.jpg", b"content", Path("a.jpg"), np.zeros((8, 8, 3), np.uint8), None]
+
+
+def kind_of(value: object) -> str:
+    return type(value).__name__
 
 
 class Run(NamedTuple):

@@ -75,7 +75,7 @@ def measure(
 ) -> dict[str, float]:
     """Evaluate in this process. Return the metrics."""
     overrides = (f"output_dir={output_dir}", *overrides)
-    return evaluate_checkpoint(checkpoint, str(tiny_config), overrides)
+    return evaluate_checkpoint(str(checkpoint), tiny_config, overrides)
 
 
 def fork_server() -> ForkServerContext:
