@@ -9,6 +9,8 @@ from maskrcnn_trt.model.config.schema import ModelConfig
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 from maskrcnn_trt.model.targets import Targets
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
 
 def _forward_and_backward(norm: nn.BatchNorm2d, maps: Tensor, *chosen: Tensor) -> list[Tensor]:
     """Return the output, the gradient of the input, and the parameters' gradients and buffers."""
@@ -21,11 +23,14 @@ def _forward_and_backward(norm: nn.BatchNorm2d, maps: Tensor, *chosen: Tensor) -
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("share", [0.3, 1.0])
-def test_statistics_are_those_of_the_chosen_rois(layout: torch.memory_format, share: float) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_statistics_are_those_of_the_chosen_rois(
+    layout: torch.memory_format, share: float, device: str
+) -> None:
     torch.manual_seed(0)
-    maps = torch.randn(12, 5, 3, 4).mul_(3).add_(1).to(memory_format=layout)
-    chosen = torch.rand(3, 4) <= share
-    norm, reference = RoiBatchNorm2d(5), nn.BatchNorm2d(5)
+    maps = torch.randn(12, 5, 3, 4).mul_(3).add_(1).to(device, memory_format=layout)
+    chosen = (torch.rand(3, 4) <= share).to(device)
+    norm, reference = RoiBatchNorm2d(5).to(device), nn.BatchNorm2d(5).to(device)
     for layer in (norm, reference):
         nn.init.constant_(layer.weight, 1.5)
         nn.init.constant_(layer.bias, 0.5)

@@ -127,7 +127,10 @@ BODIES = {
         *("model.num_classes=3", "weights=null", "model.backbone.name=resnet50"),
         *("data.min_size=800", "data.max_size=1333", "data.buckets=[[800,1344],[1344,800]]"),
     ),
-    "batch norm": ("model.num_classes=3", "weights=null", "model.backbone.norm=bn"),
+    "batch norm": (
+        *("model.num_classes=3", "weights=null"),
+        *("model.backbone.norm=bn", "model.roi.head_norm=bn", "model.roi.box_head_convs=1"),
+    ),
 }
 
 
