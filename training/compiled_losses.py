@@ -13,7 +13,8 @@ from torch._functorch import config as autograd_config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.nn import functional as F
 
-from ..model.bundle.program import INDUCTOR_OPTIONS, ignore_torch_warnings
+from ..model.bundle.program import ignore_torch_warnings
+from ..model.inductor import configure_inductor
 from ..model.losses import LossTerms
 from ..model.mask_rcnn import MaskRCNN
 from ..model.targets import Targets
@@ -70,7 +71,7 @@ class CompiledLosses:
         # DistributedDataParallel. Such parts take longer to compile, and are not in the compilation
         # cache of an earlier run with one GPU.
         torch._dynamo.config.optimize_ddp = False
-        options = dict(INDUCTOR_OPTIONS)
+        options = configure_inductor()
         if graphs:
             options |= {
                 "triton.cudagraphs": True,

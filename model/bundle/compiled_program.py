@@ -22,9 +22,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from ..inductor import configure_inductor
 from .manifest import Artifact, CompileTarget, Precision, verified_path
 from .program import (
-    INDUCTOR_OPTIONS,
     Program,
     check_images,
     ignore_torch_warnings,
@@ -152,7 +152,7 @@ def _compiled(
     batch = mode.from_tensor(images, symbolic_context=sides, source=ConstantSource("images"))
     sizes = batch.new_empty((batch.shape[0], 2), dtype=torch.int64)
     fixed = (mode.from_tensor(weight, static_shapes=True) for weight in weights)
-    with tracing(TracingContext(mode)), config.patch(INDUCTOR_OPTIONS):
+    with tracing(TracingContext(mode)), config.patch(configure_inductor()):
         code = standalone_compile(
             program.graph_module,
             [*fixed, batch, sizes],

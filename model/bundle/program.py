@@ -4,7 +4,6 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +11,11 @@ from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
 from ...plugins import operations  # noqa: F401, registers the operations that programs call
+from ..inductor import configure_inductor
 from .manifest import Artifact, BundleError, Precision
 
 # Additional GPU memory in bytes that a warm-up run may take while cuDNN tries algorithms.
 _TRIAL_BYTES = 8 << 30
-# Options of torch's compiler (Inductor). By default, the compiler pads the strides of large
-# intermediate tensors. torch 2.11 then computes wrong results on a GPU: it may write a tensor with
-# one layout and read it with another, beyond the tensor's end
-# (https://github.com/pytorch/pytorch/issues/194281).
-INDUCTOR_OPTIONS: dict[str, Any] = {"comprehensive_padding": False}
 
 
 class Program:
@@ -96,7 +91,7 @@ def program_from_exported(
     module = exported.module()
     if device.type != "cuda":
         return Program(module, precision, device)
-    compiled = torch.compile(module, fullgraph=True, options=INDUCTOR_OPTIONS)
+    compiled = torch.compile(module, fullgraph=True, options=configure_inductor())
 
     def run(images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
         if len(images) > 1:

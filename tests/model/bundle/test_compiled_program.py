@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config
+from torch._inductor.utils import fresh_cache
 from torch.export import Dim
 
 from maskrcnn_trt.model.bundle.compiled_program import load_compiled_program, write_compiled_program
@@ -15,16 +16,22 @@ SHAPE = torch.Size((2, 3, 24, 40))
 
 
 class Detector(nn.Module):
-    """Model with parameters, buffers, constants, a custom operation and batch-sized outputs."""
+    """Model with parameters, buffers, constants, custom operations and batch-sized outputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(3, 4, 3)
+        self.block = nn.Conv2d(4, 4, 3)
         self.register_buffer("mean", torch.tensor([0.5]))
         self.order = torch.tensor([1, 0])
 
     def forward(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, Tensor]:
         maps = self.convolution(images.float() / 255 - self.mean)
+        maps = maps.contiguous(memory_format=torch.channels_last)
+        weights, window = (self.block.weight, self.block.bias), ([1, 1], [1, 1], [1, 1])
+        for _ in range(33):  # as many residual blocks as in an R-101
+            maps = torch.ops.maskrcnn.convolution_relu(maps, *weights, maps, *window)
+        maps = torch.ops.maskrcnn.cudnn_convolution(maps, *weights, *window, False)
         scores, indices = torch.ops.maskrcnn.stable_top_k(maps.flatten(1), 5)
         return scores + indices, image_sizes[:, self.order].repeat(2, 1)
 
@@ -62,7 +69,8 @@ def test_compiled_program_equals_the_interpreted_one(
 ) -> None:
     path = tmp_path / "model.compiled"
     target = torch.device(device)
-    write_compiled_program(program, precision, target, SHAPE, torch.uint8, path)
+    with fresh_cache():
+        write_compiled_program(program, precision, target, SHAPE, torch.uint8, path)
     compiled = load_compiled_program(path, precision, target)
     cpu = torch.device("cpu")
     interpreted = program_from_exported(load_exported_program(program, cpu), "fp32", cpu)
