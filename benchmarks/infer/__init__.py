@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ...export.commands import BucketType
-from ...model.bundle.manifest import Precision
+from ...model.bundle.manifest import Precision, read_manifest
 from ...model.bundle.spec import ShapeBucket
 from ...model.plurals import counted
 from ...serving.config import BackendName
@@ -32,8 +32,9 @@ _SOME_FAILED = 3
 )  # fmt: skip
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
-    default=("fp32",), help="Precision to measure; repeatable. With --output, the GPU time of each "
-    "stage is measured too, in the first precision.",
+    help="Precision to measure; repeatable. With --output, the GPU time of each stage is measured "
+    "too, in the first precision. Default: the one in which `maskrcnn serve` serves the first "
+    "bundle in MODELS; without a bundle fp32.",
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(get_args(BackendName)), default="auto",
@@ -54,6 +55,7 @@ _SOME_FAILED = 3
 def infer(
     references: tuple[str, ...],
     peers: tuple[InferBaseline, ...],
+    precisions: tuple[Precision, ...],
     sources: tuple[Path, ...],
     json_path: Path | None,
     output: Path | None,
@@ -73,7 +75,9 @@ def infer(
     """
     from .measure import InferSettings
 
-    models = _models_from(references, with_weights="torchvision" in peers, **values)
+    models = _models_from(
+        references, with_weights="torchvision" in peers, precisions=precisions, **values
+    )
     if "torchvision" in peers and not any(model.is_file() for model in models):
         raise click.UsageError(
             "--peer torchvision takes its weights from a checkpoint; add a checkpoint to MODELS"
@@ -83,7 +87,13 @@ def infer(
             "--peer onnxruntime runs the ONNX files of a bundle; add a bundle to MODELS"
         )
     images = read_images(sources)
-    settings = InferSettings(peers=peers, images=images, with_stages=output is not None, **values)
+    settings = InferSettings(
+        precisions=precisions or (_default_precision(models, values["backend"]),),
+        peers=peers,
+        images=images,
+        with_stages=output is not None,
+        **values,
+    )
     record, failures = _measure(models, settings)
     publish(record, json_path, output)
     if failures:
@@ -111,7 +121,7 @@ def _models_from(
         with_weights: whether to also return the weights file of each published model. It is needed
             to measure torchvision's model.
         backend: backend that the exported bundle must support.
-        precisions: precisions to export.
+        precisions: precisions to export. Empty: fp32.
         bucket: input size to export. None: use the model's default.
 
     Raises:
@@ -138,6 +148,14 @@ def _models_from(
                 param_hint="MODELS...",
             )
     return models
+
+
+def _default_precision(models: Sequence[Path], backend: BackendName) -> Precision:
+    """Return the precision in which the first bundle is served, or fp32 if there is no bundle."""
+    from ...serving.backends.loading import served_precision
+
+    bundle = next((model for model in models if model.is_dir()), None)
+    return "fp32" if bundle is None else served_precision(read_manifest(bundle), backend)
 
 
 def _measure(

@@ -162,6 +162,12 @@ def test_other_input_size_and_image(bundle: Path, tmp_path: Path):
     assert "160x96" in result.output
 
 
+def test_by_default_a_bundle_is_measured_as_it_is_served(half_bundle: Path):
+    result = run(half_bundle, "--batch", 1)
+    assert result.exit_code == 0, result.output
+    assert "Inference in fp16" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "fact"),
     [
