@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...model.config.option_types import OUTPUT_FILE, OUTPUT_FOLDER
+from ...model.download.urls import without_credentials
 from ...plugins.runtime.console import table_console
 from .machine import MachineInfo, describe_machine
 
@@ -98,7 +99,9 @@ class Record:
     on_gpu: bool
     # Further keys of the JSON file and their values.
     details: Mapping[str, Any] = field(default_factory=dict)
-    command: str = field(default_factory=lambda: shlex.join(["maskrcnn", *sys.argv[1:]]))
+    command: str = field(
+        default_factory=lambda: shlex.join(["maskrcnn", *map(without_credentials, sys.argv[1:])])
+    )
     measured_at: str = field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds")
     )

@@ -5,5 +5,5 @@ from pathlib import Path
 
 
 def without_credentials(reference: str | Path) -> str:
-    """Return a URL without `user:password@`. Other references, such as paths, do not change."""
-    return re.sub(r"^(https?://)[^/?#]*@", r"\1", str(reference))
+    """Return a text with its URLs without `user:password@`, for example `weights=URL`."""
+    return re.sub(r"(https?://)[^/?#\s]*@", r"\1", str(reference))

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,3 +118,10 @@ def test_commit_is_not_that_of_another_project(tmp_path: Path, monkeypatch: pyte
 )  # fmt: skip
 def test_numbers_have_three_significant_digits(value: float, text: str):
     assert format_significant(value) == text
+
+
+def test_command_of_a_record_has_no_credentials(monkeypatch: pytest.MonkeyPatch):
+    words = ["maskrcnn", "bench", "train", "1x", "weights=https://me:secret@host/a.pth", "a@b"]
+    monkeypatch.setattr(sys, "argv", words)
+    recorded = Record(**{k: v for k, v in vars(record()).items() if k != "command"})
+    assert recorded.command == "maskrcnn bench train 1x weights=https://host/a.pth a@b"

@@ -7,7 +7,7 @@ from typing import get_args
 import click
 from rich.table import Table
 
-from ....model.config.option_types import FiniteRange
+from ....model.config.option_types import OUTPUT_FOLDER, FiniteRange
 from ....model.download.progress_bars import progress_bars
 from ....plugins.runtime.console import table_console
 from .coco_archives import BASE_URL, Edition, Part
@@ -46,7 +46,7 @@ def _coco_arguments(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Choice(get_args(Part)),
             help="Part to process. Repeat the option for several parts. Default: all parts.",
         ),
-        click.argument("root", type=click.Path(path_type=Path, file_okay=False), metavar="DIR"),
+        click.argument("root", type=OUTPUT_FOLDER, metavar="DIR"),
         click.argument("edition", type=click.Choice(get_args(Edition))),
     ):
         command = decorate(command)
