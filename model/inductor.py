@@ -12,10 +12,10 @@ def configure_inductor() -> dict[str, Any]:
     """Configure Inductor in this process, and return the options for `torch.compile`."""
     from torch._inductor.exc import OperatorIssue  # only for callers that compile
 
-    # When Inductor first meets a custom operation, it formats a message with the operation's
-    # inputs, even if nothing logs this message. The text of an input contains the texts of its own
-    # inputs. A residual block uses its input twice, so the text doubles with each block. For an
-    # R-101, the compilation would not end.
+    # When Inductor of torch 2.11 first meets a custom operation, it formats a message with the
+    # operation's inputs, even if nothing logs this message. The text of an input contains the texts
+    # of its own inputs. A residual block uses its input twice, so the text doubles with each block.
+    # For an R-101, the compilation would not end. torch 2.13 formats only messages that are logged.
     OperatorIssue.operator_str = staticmethod(_operator_text)  # type: ignore[method-assign]
     return dict(_OPTIONS)
 
