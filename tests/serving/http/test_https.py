@@ -54,10 +54,19 @@ def test_client_certificates_and_reloaded_files(
         _send_invalid_server_name(server)
         assert status(second) == 200
         with contextlib.ExitStack() as before_handshake:
-            for _ in range(4):
+
+            def is_rejected() -> bool:
                 before_handshake.enter_context(connect(server))
-            with pytest.raises(httpx.TransportError):
-                status(second)
+                try:
+                    status(second)
+                except httpx.TransportError:
+                    return True
+                return False
+
+            for _ in range(3):
+                before_handshake.enter_context(connect(server))
+            # While an earlier connection is closing, the server may reject one of the new ones.
+            assert any(is_rejected() for _ in range(4))
 
 
 def _send_invalid_server_name(server: HttpAddress) -> None:
