@@ -31,6 +31,7 @@ OUTPUTS = {
     "bench bulk b --json": "'--json'",
     "bench infer b --output": "'--output'",
     "export no-such.pth -o": "'-o' / '--output'",
+    "data download coco2017": "'DIR'",
     "data merge": "'OUT'",
     "weights convert no-such.pkl -o": "'-o' / '--output'",
 }

@@ -1,5 +1,6 @@
 """`maskrcnn bench infer`: throughput, latency and memory of inference engines."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ...export.commands import BucketType
-from ...model.bundle.manifest import Precision, read_manifest
+from ...model.bundle.manifest import BundleError, Precision, read_manifest
 from ...model.bundle.spec import ShapeBucket
 from ...model.plurals import counted
 from ...serving.config import BackendName
@@ -33,8 +34,8 @@ _SOME_FAILED = 3
 @click.option(
     "--precision", "precisions", multiple=True, type=click.Choice(get_args(Precision)),
     help="Precision to measure; repeatable. With --output, the GPU time of each stage is measured "
-    "too, in the first precision. Default: the one in which `maskrcnn serve` serves the first "
-    "bundle in MODELS; without a bundle fp32.",
+    "too, in the first precision. Default: the default precision of `maskrcnn serve` for the first "
+    "bundle in MODELS, or fp32 without a bundle.",
 )  # fmt: skip
 @click.option(
     "--backend", type=click.Choice(get_args(BackendName)), default="auto",
@@ -151,11 +152,15 @@ def _models_from(
 
 
 def _default_precision(models: Sequence[Path], backend: BackendName) -> Precision:
-    """Return the precision in which the first bundle is served, or fp32 if there is no bundle."""
+    """Return the precision in which the first bundle is served, or fp32 without a bundle."""
     from ...serving.backends.loading import served_precision
 
-    bundle = next((model for model in models if model.is_dir()), None)
-    return "fp32" if bundle is None else served_precision(read_manifest(bundle), backend)
+    for model in models:
+        # The measurement of an unreadable bundle reports the error.
+        with contextlib.suppress(BundleError):
+            if model.is_dir():
+                return served_precision(read_manifest(model), backend)
+    return "fp32"
 
 
 def _measure(

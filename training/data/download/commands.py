@@ -1,6 +1,7 @@
 """Commands `maskrcnn data download`, `verify` and `extract`."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -37,7 +38,13 @@ def _md5s_from_path(
     return {name: checksum.digest for name, checksum in checksums.items()}
 
 
-def _coco_arguments(command: Callable[..., None]) -> Callable[..., None]:
+# Type of the argument DIR of a command that only reads the folder.
+_INPUT_FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+def _coco_arguments(
+    command: Callable[..., None], folder_type: click.Path = OUTPUT_FOLDER
+) -> Callable[..., None]:
     for decorate in (
         click.option(
             "--part",
@@ -46,7 +53,7 @@ def _coco_arguments(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Choice(get_args(Part)),
             help="Part to process. Repeat the option for several parts. Default: all parts.",
         ),
-        click.argument("root", type=OUTPUT_FOLDER, metavar="DIR"),
+        click.argument("root", type=folder_type, metavar="DIR"),
         click.argument("edition", type=click.Choice(get_args(Edition))),
     ):
         command = decorate(command)
@@ -158,7 +165,7 @@ def _extract(edition: Edition, root: Path, parts: tuple[Part, ...]) -> None:
 
 
 @click.command()
-@_coco_arguments
+@partial(_coco_arguments, folder_type=_INPUT_FOLDER)
 @_CHECKSUMS
 @click.option(
     "--images",
