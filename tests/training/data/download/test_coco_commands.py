@@ -1,13 +1,12 @@
 """The commands `maskrcnn data download`, `verify` and `extract`, with a real HTTP server."""
 
 import os
-import resource
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,19 +190,27 @@ def test_invalid_options_are_named(root: Path, options: list[str], text: str):
     assert not root.exists()
 
 
-def start(arguments: list[str], **options: Any) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "maskrcnn_trt", "data", *arguments]
+# Program that runs `python ARGUMENTS...` with a maximum file size in bytes, its first argument. The
+# argument `preexec_fn` of `Popen` would fork this process, whose threads of gRPC may then abort.
+_LIMIT_FILE_SIZE = """
+import os, resource, sys
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+def start(
+    arguments: list[str], prefix: Sequence[str] = (), **options: Any
+) -> "subprocess.Popen[str]":
+    command = [sys.executable, *prefix, "-m", "maskrcnn_trt", "data", *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
 
 
 def last_error_line_with_file_size_limit(arguments: list[str], limit: int) -> str:
     """Run a command that cannot write files of more bytes than the limit."""
-
-    def limit_files() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    with start(arguments, preexec_fn=limit_files, env=env) as process:
+    with start(arguments, ("-c", _LIMIT_FILE_SIZE, str(limit)), env=env) as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     return str(errors.splitlines()[-1])
