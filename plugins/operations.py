@@ -1,7 +1,6 @@
 """Custom operations in exported torch programs. Importing this module registers them with torch."""
 
 from . import (  # noqa: F401
-    block_transition,
     box_deltas,
     class_logits,
     fused_convolution,

@@ -8,8 +8,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from ...plugins import operations  # noqa: F401, registers the fused operations
-from ...plugins.block_transition import can_fuse_transition
-from ...plugins.fused_convolution.expand_reduce import can_expand_reduce
+from ...plugins.fused_convolution.block_transition import can_fuse_transition
 from ...plugins.runtime.arguments import HALF_TYPES
 
 # Minimum number of input and output channels for which cuBLASLt and cuDNN can be faster than a
@@ -146,8 +145,6 @@ def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
         if can_fuse_transition(*(node and node.meta["val"] for node in weights)):
             arguments = (images, weight, bias, *shortcut, *reduction)
             return _own.block_transition.default, arguments
-    if can_expand_reduce(weight.meta["val"], reduction[0].meta["val"]):
-        return _own.expand_reduce.default, (images, weight, bias, residual, *reduction)
     return None
 
 

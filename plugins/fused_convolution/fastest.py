@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from ..runtime.user_cache import cache_folder, write_cached
 from .libraries import UnsupportedError
@@ -24,11 +24,13 @@ _RUNS = 5
 # The first implementation whose time is at most this multiple of the shortest time is chosen.
 _TOLERANCE = 1.03
 
-# Only one thread measures at a time.
-_measuring = threading.Lock()
+# Only one thread measures at a time. An implementation may itself call `run_fastest`.
+_measuring = threading.RLock()
+
+_Result = TypeVar("_Result")
 
 
-def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) -> Tensor:
+def run_fastest(key: Hashable, implementations: Sequence[Callable[[], _Result]]) -> _Result:
     """Run the fastest implementation of an operation in the current stream.
 
     The first call with a key measures all implementations, unless an earlier process has measured
@@ -38,7 +40,7 @@ def run_fastest(key: Hashable, implementations: Sequence[Callable[[], Tensor]]) 
     Args:
         key: all properties that affect the durations, except for the GPU and the versions of its
             libraries: dtypes, shapes and options. Its `repr` must be the same in all processes.
-        implementations: functions that queue the operation and return the output.
+        implementations: functions that queue the operation and return its output or outputs.
 
     Raises:
         UnsupportedError: no implementation is supported.
@@ -103,7 +105,7 @@ def _choices_of(device: int) -> Choices:
     return Choices(cache_folder("fastest") / f"{digest}.json")
 
 
-def _milliseconds(run: Callable[[], Tensor]) -> float:
+def _milliseconds(run: Callable[[], object]) -> float:
     """Return the GPU time of `_RUNS` calls of `run` in ms, or infinity if `run` fails."""
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -23,6 +23,7 @@ from .operation import (
     convolution_gradients,
     empty_output,
     empty_pointwise_output,
+    pixel_matrix,
     pointwise_convolution,
 )
 
@@ -166,8 +167,8 @@ def _(images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, rel
         return output
 
     def by_cublas(product: Product, algorithm: Algorithm) -> Tensor:
-        added = None if residual is None else _matrix(residual)
-        matrices = _matrix(images), _matrix(weight), bias, added, _matrix(output)
+        added = None if residual is None else pixel_matrix(residual)
+        matrices = pixel_matrix(images), pixel_matrix(weight), bias, added, pixel_matrix(output)
         product.queue(algorithm, *matrices)
         return output
 
@@ -183,8 +184,3 @@ def _(images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, rel
             arguments = images, weight, bias, residual, 1, relu
             implementations.append(partial(pointwise_convolution, *arguments))
         return run_fastest(("gemm_convolution", *key), implementations)
-
-
-def _matrix(operand: Tensor) -> Tensor:
-    """Return a view [B * H * W, C] of a channels-last tensor [B, C, H, W]."""
-    return operand.permute(0, 2, 3, 1).reshape(-1, operand.shape[1])

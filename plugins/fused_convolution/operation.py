@@ -199,3 +199,8 @@ def empty_output(
 def empty_pointwise_output(images: Tensor, weight: Tensor, stride: int = 1) -> Tensor:
     """Return an uninitialised tensor for the output of a 1x1 convolution, channels-last."""
     return empty_output(images, weight, [stride] * 2, [0, 0], [1, 1])
+
+
+def pixel_matrix(images: Tensor) -> Tensor:
+    """Return a view [B * H * W, C] of a channels-last tensor [B, C, H, W]."""
+    return images.permute(0, 2, 3, 1).reshape(-1, images.shape[1])

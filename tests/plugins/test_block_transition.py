@@ -1,17 +1,23 @@
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from maskrcnn_trt.plugins.block_transition import block_transition, can_fuse_transition
+from maskrcnn_trt.plugins.fused_convolution import block_transition
+from maskrcnn_trt.plugins.fused_convolution.block_transition import can_fuse_transition
 
 # Rows and columns, and the channels of input, shortcut's convolution (0: none), output and next
 # block.
 SIZES = {
     "first block": ((20, 28), (64, 64, 256, 64)),
     "middle block": ((20, 28), (64, 0, 256, 64)),
-    "unequal": ((7, 9), (128, 96, 64, 128)),
+    "unequal": ((7, 9), (128, 256, 64, 128)),
+    "last block of a stage": ((10, 14), (128, 0, 512, 256)),
     "few pixels": ((1, 1), (64, 0, 64, 64)),
+    "more shared memory than a GPU has": ((5, 6), (512, 0, 512, 256)),
     "many pixels": ((170, 230), (64, 64, 256, 64)),
 }
 
@@ -48,7 +54,7 @@ def test_equals_separate_convolutions(
     device: str,
 ) -> None:
     if device == "cpu" and max(sides) > 100:
-        pytest.skip("only the CUDA kernel divides the pixels into tiles")
+        pytest.skip("only the kernel for GPUs divides the pixels into blocks")
     arguments = random_arguments(sides, channels, dtype, device)
     assert can_fuse_transition(arguments[1], arguments[4], arguments[6])
     output, reduced = block_transition(*arguments)
@@ -65,6 +71,44 @@ def test_equals_separate_convolutions(
     torch.testing.assert_close(reduced.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def run_in_interpreter(arguments: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+    """Run the Triton kernel on a CPU with all its launch parameters. Needs TRITON_INTERPRET=1."""
+    from maskrcnn_trt.plugins.fused_convolution.block_transition_kernel import (
+        fastest_blocks,
+        launch_block_transition,
+    )
+
+    names = "images weight bias shortcut shortcut_weight shortcut_bias next_weight next_bias"
+    matrices = {
+        name: tensor.movedim(1, -1).reshape(-1, tensor.shape[1]) if tensor.dim() > 1 else tensor
+        for name, tensor in zip(names.split(), arguments, strict=True)
+        if tensor is not None
+    }
+    results = []
+    for blocks in fastest_blocks(matrices):
+        pixels, dtype = len(matrices["images"]), torch.float16
+        output = torch.empty(pixels, len(matrices["weight"]), dtype=dtype)
+        reduced = torch.empty(pixels, len(matrices["next_weight"]), dtype=dtype)
+        launch_block_transition({**matrices, "output": output, "reduced": reduced}, blocks)
+        results.append((output, reduced))
+    return results
+
+
+def test_interpreted_kernel_equals_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    cases = [
+        random_arguments(sides, channels, torch.float16, "cpu")
+        for sides, channels in SIZES.values()
+        if max(sides) < 100
+    ]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        for arguments, results in zip(cases, process.map(run_in_interpreter, cases), strict=True):
+            expected = [x.movedim(1, -1).flatten(0, 2) for x in block_transition(*arguments)]
+            for actual in results:
+                torch.testing.assert_close(list(actual), expected, rtol=4e-3, atol=4e-3)
+
+
 def test_any_memory_format(device: str) -> None:
     arguments = random_arguments((5, 6), (64, 64, 128, 64), torch.float16, device)
     expected = block_transition(*arguments)
@@ -75,9 +119,16 @@ def test_any_memory_format(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "channels", [(64, 0, 256, 128), (128, 0, 512, 128), (48, 0, 256, 64), (64, 0, 256, 72)]
+    "channels",
+    [
+        (256, 0, 1024, 256),
+        (128, 0, 512, 512),
+        (48, 0, 256, 64),
+        (64, 96, 256, 64),
+        (64, 0, 256, 72),
+    ],
 )
-def test_large_or_indivisible_weights_cannot_be_fused(
+def test_too_many_channels_or_no_power_of_two_cannot_be_fused(
     channels: tuple[int, int, int, int],
 ) -> None:
     arguments = random_arguments((1, 1), channels, torch.float16, "cpu")

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from maskrcnn_trt.plugins.fused_convolution import (
     convolution_relu,
     cudnn_convolution,
-    expand_reduce,
     fastest,
     gemm_convolution,
     pointwise_convolution,
@@ -97,25 +96,6 @@ def test_convolution_relu_equals_separate_operations(
     with torch.backends.cudnn.flags(allow_tf32=False):
         actual = convolution_relu(images, weight, bias, added, *settings)
     assert_near(actual, expected.relu(), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("channels", [(64, 256, 64), (64, 256, 128), (128, 512, 256)])
-def test_expand_reduce_equals_two_convolutions(
-    channels: tuple[int, int, int], dtype: torch.dtype, device: str
-) -> None:
-    few, many, reduced = channels
-    images = random_tensor(2, few, 9, 11, dtype=dtype, device=device)
-    residual = random_tensor(2, many, 9, 11, dtype=dtype, device=device)
-    weight = random_tensor(many, few, 1, 1, dtype=dtype, device=device) / few**0.5
-    next_weight = random_tensor(reduced, many, 1, 1, dtype=dtype, device=device) / many**0.5
-    biases = [random_tensor(n, dtype=dtype, device=device) for n in (many, reduced)]
-    output, last = expand_reduce(images, weight, biases[0], residual, next_weight, biases[1])
-    expected = F.conv2d(images.double(), weight.double(), biases[0].double()) + residual.double()
-    assert_near(output, expected.relu(), dtype)
-    # The second convolution reads rounded values.
-    expected = F.conv2d(output.double(), next_weight.double(), biases[1].double())
-    assert_near(last, expected.relu(), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
