@@ -275,6 +275,7 @@ def validated_config(
             mapping. A key or value is invalid; the message names the key and the allowed values. An
             override sets `solver.max_iterations` although `solver.epochs` is set.
     """
+    overrides = tuple(overrides)  # an iterator could be read only once
     try:
         config = TrainConfig.model_validate(read_values(source, overrides, sections))
     except (SourceError, OverrideError) as error:

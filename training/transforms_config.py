@@ -73,11 +73,11 @@ class ColorJitterConfig(TransformConfig):
     """Change brightness, contrast, saturation and hue at random."""
 
     name: Literal["ColorJitter"]
-    brightness: float = Field(0.0, ge=0)
+    brightness: float = Field(0.0, ge=0, le=10)
     """Largest deviation of the random brightness factor from 1."""
-    contrast: float = Field(0.0, ge=0)
+    contrast: float = Field(0.0, ge=0, le=10)
     """Largest deviation of the random contrast factor from 1."""
-    saturation: float = Field(0.0, ge=0)
+    saturation: float = Field(0.0, ge=0, le=10)
     """Largest deviation of the random saturation factor from 1."""
     hue: float = Field(0.0, ge=0, le=0.5)
     """Largest change, as a share of the colour circle."""

@@ -47,10 +47,11 @@ _LINE_STYLES = ("-", "--", ":", "-.")
 _MARKERS = "osD^vP"
 
 _METHOD_NOTE = """\
-Each engine is measured in a process of its own for each precision, in ascending order of batch
-sizes. Latency is measured first: each batch starts when the previous one is complete. Then the
-throughput is measured with the same number of batches, which are queued back to back, with one wait
-at the end.
+An engine, such as "torch" or "torchvision", is one implementation of the model; "torch" is the
+torch program of a bundle. Each engine is measured in a process of its own for each precision, in
+ascending order of batch sizes. Latency is measured first: each batch starts when the previous one
+is complete. Then the throughput is measured with the same number of batches, which are queued back
+to back, with one wait at the end.
 """
 _COLUMNS_NOTE = "The tables of speed have these columns:"
 _COLUMN_MEANINGS = {

@@ -20,9 +20,11 @@ PYRAMID_STRIDES = (4, 8, 16, 32, 64)
 # Maximum number of boxes in one NMS on a GPU. This is a copy of `MAX_BOXES` in `plugins/nms_keep`,
 # because importing that package imports torch.
 _MAX_NMS_BOXES = 16384
-# Maximum number of channels, or width of a fully connected layer. A layer with a typing error in
-# this number would need more memory than any machine has.
-_MAX_WIDTH = 65536
+# Limits far above all sensible values: a model with a typing error in such a number would need more
+# memory than any machine has. Channels or width of a fully connected layer; convolutions one after
+# the other; cells of a pooled RoI, or samples of a cell, per side; side of a cropped mask;
+# candidates or detections per image.
+_MAX_WIDTH, _MAX_DEPTH, _MAX_CELLS, _MAX_MASK, _MAX_BOXES = 65536, 64, 128, 4096, 2**20
 
 _Positive = Annotated[float, Field(gt=0)]
 
@@ -120,7 +122,7 @@ class RpnSamplingConfig(SamplingConfig):
 
     foreground_iou: float = Field(0.7, ge=0, le=1)
     background_iou: float = Field(0.3, ge=0, le=1)
-    batch_size_per_image: int = Field(256, ge=1)
+    batch_size_per_image: int = Field(256, ge=1, le=_MAX_BOXES)
     positive_fraction: float = Field(0.5, gt=0, le=1)
 
 
@@ -129,7 +131,7 @@ class RoiSamplingConfig(SamplingConfig):
 
     foreground_iou: float = Field(0.5, ge=0, le=1)
     background_iou: float = Field(0.5, ge=0, le=1)
-    batch_size_per_image: int = Field(512, ge=1)
+    batch_size_per_image: int = Field(512, ge=1, le=_MAX_BOXES)
     positive_fraction: float = Field(0.25, gt=0, le=1)
 
 
@@ -141,15 +143,15 @@ class RpnConfig(YamlConfig):
     """Maximum number of anchors per level that enter NMS in training, by descending score."""
     pre_nms_top_n_test: int = Field(1000, ge=1, le=_MAX_NMS_BOXES)
     """Maximum number of anchors per level that enter NMS in inference, by descending score."""
-    post_nms_top_n_train: int = Field(2000, ge=1)
+    post_nms_top_n_train: int = Field(2000, ge=1, le=_MAX_BOXES)
     """Maximum number of proposals per image in training."""
-    post_nms_top_n_test: int = Field(1000, ge=1)
+    post_nms_top_n_test: int = Field(1000, ge=1, le=_MAX_BOXES)
     """Maximum number of proposals per image in inference."""
     nms_iou: float = Field(0.7, gt=0, le=1)
     """IoU above which proposals of one level are suppressed."""
     min_side: float = Field(1e-3, ge=0)
     """Proposals with a side below this number of pixels are dropped."""
-    conv_depth: int = Field(1, ge=1)
+    conv_depth: int = Field(1, ge=1, le=_MAX_DEPTH)
     """Number of 3x3 convolutions before the score and delta predictors."""
     smooth_l1_beta: float = Field(1 / 9, ge=0)
     """Error at which the smooth L1 box loss changes from quadratic to linear; 0 is plain L1."""
@@ -159,30 +161,30 @@ class RoiConfig(YamlConfig):
     """Settings of the box and mask heads."""
 
     sampling: RoiSamplingConfig = RoiSamplingConfig()
-    box_pool: int = Field(7, ge=1)
+    box_pool: int = Field(7, ge=1, le=_MAX_CELLS)
     """RoIAlign pools this number of cells per side for the box head."""
-    box_head_convs: int = Field(0, ge=0)
+    box_head_convs: int = Field(0, ge=0, le=_MAX_DEPTH)
     """Number of 3x3 convolutions of the box head. One fully connected layer follows them.
     0: the box head consists of two fully connected layers."""
     box_head_dim: int = Field(1024, ge=1, le=_MAX_WIDTH)
     """Width of the box head's fully connected layers."""
-    mask_pool: int = Field(14, ge=1)
+    mask_pool: int = Field(14, ge=1, le=_MAX_CELLS)
     """RoIAlign pools this number of cells per side for the mask head. Predicted masks have twice as
     many samples per side; with `c4`, they have as many, rounded up to an even number."""
     mask_head_dim: int = Field(256, ge=1, le=_MAX_WIDTH)
     """Channels of the mask head."""
-    mask_head_depth: int = Field(4, ge=1)
+    mask_head_depth: int = Field(4, ge=1, le=_MAX_DEPTH)
     """Number of 3x3 convolutions of the mask head."""
     head_norm: Literal["none", "bn", "gn"] = "none"
     """Normalisation after the convolutions of the box and mask heads."""
     canonical_size: float = Field(224.0, gt=0)
     """Side in pixels of a RoI that is assigned to the level of stride 16 (Lin et al., eq. 1)."""
-    sampling_ratio: int = Field(2, ge=0)
+    sampling_ratio: int = Field(2, ge=0, le=_MAX_CELLS)
     """Number of bilinear samples per pooled cell along each axis. 0: the number of feature cells
     that the pooled cell spans, rounded up."""
     aligned: bool = False
     """Pool with the half-pixel shift of detectron2's ROIAlignV2."""
-    mask_crop_size: int | None = Field(112, ge=14)
+    mask_crop_size: int | None = Field(112, ge=14, le=_MAX_MASK)
     """Side in pixels of ground-truth masks, each of which is cropped to its box and resized.
     None: masks of the whole input, which take a megabyte per instance."""
     smooth_l1_beta: float = Field(1 / 9, ge=0)
@@ -196,14 +198,14 @@ class RoiConfig(YamlConfig):
     nms_candidates: int = Field(2000, ge=1, le=_MAX_NMS_BOXES)
     """Maximum number of detections per image, over all classes, that enter NMS, by descending
     score."""
-    max_detections: int = Field(100, ge=1)
+    max_detections: int = Field(100, ge=1, le=_MAX_BOXES)
     """Maximum number of detections per image."""
 
 
 class ModelConfig(YamlConfig):
     """Settings of a Mask R-CNN."""
 
-    num_classes: int = Field(80, ge=1)
+    num_classes: int = Field(80, ge=1, le=_MAX_WIDTH)
     """Number of foreground classes. Label 0 is the background, label 1 the first class."""
     pixel_mean: tuple[float, float, float] = (123.675, 116.28, 103.53)
     """Mean of each RGB channel in 0..255."""

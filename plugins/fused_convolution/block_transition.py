@@ -11,7 +11,6 @@ to its result, too. `can_fuse_transition` tests whether a block is supported.
 # written.
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -20,17 +19,18 @@ from torch.nn import functional as F
 
 from ..runtime.arguments import HALF_TYPES, kernel_argument
 from .fastest import run_fastest
-from .libraries import UnsupportedError
 from .library_operations import gemm_convolution
 from .operation import empty_pointwise_output, pixel_matrix
 
-# Minimum number of channels of each map, and maximum numbers of channels between the two
-# convolutions and after the second one. With more channels, separate kernels are faster.
-_MIN_CHANNELS, _MAX_CHANNELS, _MAX_REDUCED = 64, 512, 256
+# Minimum number of channels of each map.
+_MIN_CHANNELS = 64
+# Maximum numbers of channels of the inputs, between the two convolutions, and after the second one;
+# the last also for a shortcut with a convolution. With more channels, separate kernels are faster,
+# or the fused kernel needs too much shared memory.
+_MAX_INPUTS, _MAX_OUTPUTS, _MAX_REDUCED, _MAX_REDUCED_WITH_SHORTCUT = 128, 512, 256, 128
 
-# Lowest compute capability with a tensor memory accelerator (TMA). On older GPUs, separate
-# convolutions can be faster than the fused kernel.
-_TMA_CAPABILITY = (9, 0)
+# Compute capability on which the fused kernel was measured, and is always the fastest.
+_MEASURED_CAPABILITY = (9, 0)
 
 
 def can_fuse_transition(
@@ -42,11 +42,15 @@ def can_fuse_transition(
     [M, N, 1, 1] to the next block's first convolution, and `shortcut_weight` [N, S, 1, 1] to the
     shortcut's convolution. None: the shortcut has no convolution.
     """
-    (outputs, channels), reduced = weight.shape[:2], next_weight.shape[0]
-    sizes = [channels, outputs, reduced]
-    sizes += [] if shortcut_weight is None else [shortcut_weight.shape[1]]
+    (outputs, *inputs), reduced = weight.shape[:2], next_weight.shape[0]
+    limit = _MAX_REDUCED
+    if shortcut_weight is not None:
+        inputs.append(shortcut_weight.shape[1])
+        limit = _MAX_REDUCED_WITH_SHORTCUT
+    sizes = [*inputs, outputs, reduced]
     powers = all(size >= _MIN_CHANNELS and size & (size - 1) == 0 for size in sizes)
-    return powers and max(sizes) <= _MAX_CHANNELS and reduced <= _MAX_REDUCED
+    few = max(inputs) <= _MAX_INPUTS and outputs <= _MAX_OUTPUTS and reduced <= limit
+    return powers and few
 
 
 @torch.library.custom_op("maskrcnn::block_transition", mutates_args=(), device_types="cpu")
@@ -62,10 +66,11 @@ def block_transition(
 ) -> tuple[Tensor, Tensor]:
     """Compute the output of a residual block, and the first convolution of the next block.
 
-    All convolutions are 1x1. A ReLU is applied to both results. The operation has no gradient. On a
-    GPU, the first call with new shapes measures launch parameters of the fused kernel and, on GPUs
-    of compute capability below 9.0, separate convolutions. This process and later ones use the
-    fastest implementation.
+    All convolutions are 1x1. A ReLU is applied to both results. The operation has no gradient.
+
+    On a GPU, the first call with new shapes measures launch parameters of the fused kernel. If the
+    GPU's compute capability is not 9.0, the call also measures separate convolutions. This process
+    and later ones use the fastest implementation.
 
     Args:
         images: [B, C, H, W], input of the block's last convolution; on a GPU float16 or bfloat16.
@@ -86,8 +91,9 @@ def block_transition(
         [B, M, H, W]. On a GPU both are channels-last.
 
     Raises:
-        ValueError: on a GPU, an argument has another dtype or shape than documented, or only one of
-            `shortcut_weight` and `shortcut_bias` is given.
+        ValueError: on a GPU, an argument has another dtype or shape than documented, or is on
+            another device than `images`. Or only one of `shortcut_weight` and `shortcut_bias` is
+            given.
     """
     if shortcut_weight is not None:
         shortcut = F.conv2d(shortcut, shortcut_weight, shortcut_bias)
@@ -130,13 +136,13 @@ def _(
     if shortcut_weight is not None and shortcut_bias is not None:
         inputs |= {"shortcut_weight": shortcut_weight, "shortcut_bias": shortcut_bias}
     matrices = _matrices(inputs)
-    output, reduced = _empty_outputs(images, weight, next_weight)
-    if output.numel() == 0:
-        return output, reduced
-    matrices |= {"output": pixel_matrix(output), "reduced": pixel_matrix(reduced)}
+    if images.numel() == 0:
+        return _empty_outputs(images, weight, next_weight)
 
     def fused(blocks: Blocks) -> tuple[Tensor, Tensor]:
-        launch_block_transition(matrices, blocks)
+        output, reduced = _empty_outputs(images, weight, next_weight)
+        outputs = {"output": pixel_matrix(output), "reduced": pixel_matrix(reduced)}
+        launch_block_transition({**matrices, **outputs}, blocks)
         return output, reduced
 
     def separate() -> tuple[Tensor, Tensor]:
@@ -146,17 +152,16 @@ def _(
         output = gemm_convolution(images, weight, bias, residual, True)
         return output, gemm_convolution(output, next_weight, next_bias, None, True)
 
-    shapes = [(name, tuple(matrix.shape)) for name, matrix in matrices.items()]
-    key = "block_transition", images.dtype, shapes
+    candidates = fastest_blocks(matrices)
     implementations: list[Callable[[], tuple[Tensor, Tensor]]] = [
-        partial(fused, blocks) for blocks in fastest_blocks(matrices)
+        partial(fused, blocks) for blocks in candidates
     ]
-    if torch.cuda.get_device_capability(images.device) < _TMA_CAPABILITY:
+    if torch.cuda.get_device_capability(images.device) != _MEASURED_CAPABILITY:
         implementations.append(separate)
+    shapes = [(name, tuple(matrix.shape)) for name, matrix in matrices.items()]
+    key = "block_transition", images.dtype, shapes, tuple(map(tuple, candidates))
     with torch.cuda.device(images.device):
-        with suppress(UnsupportedError):
-            return run_fastest(key, implementations)
-        return separate()
+        return run_fastest(key, implementations)
 
 
 def _empty_outputs(images: Tensor, weight: Tensor, next_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +175,8 @@ def _matrices(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     aligned.
 
     Raises:
-        ValueError: a tensor has another dtype or shape than documented.
+        ValueError: a tensor has another dtype or shape than documented, or is on another device
+            than the images.
     """
     images = inputs["images"]
     batch, channels, rows, columns = images.shape
@@ -188,6 +194,11 @@ def _matrices(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
     matrices = {}
     for name, tensor in inputs.items():
+        if tensor.device != images.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, but images are on {images.device}; move both to "
+                "one device"
+            )
         is_map = name in ("images", "shortcut")
         matrix = tensor.permute(0, 2, 3, 1) if is_map else tensor
         matrix = kernel_argument(name, matrix, images.dtype, shapes[name])

@@ -20,14 +20,15 @@ class Blocks(NamedTuple):
     # Channels of the residual block's output that a thread block computes at a time.
     channels: int
     warps: int
-    # Number of such groups of channels whose inputs are in shared memory at the same time.
+    # Pipeline stages: number of groups of `channels` whose inputs are in shared memory at once.
     stages: int
 
 
 def fastest_blocks(matrices: Mapping[str, Tensor]) -> tuple[Blocks, ...]:
-    """Return launch parameters, of which one or another is the fastest for some number of pixels.
+    """Return the launch parameters to measure. Which ones are the fastest depends on the pixels.
 
-    They were found for an R-50-FPN on an H200. `matrices` are those of `launch_block_transition`.
+    They were found for an R-50-FPN on an H200. `matrices` are the inputs of
+    `launch_block_transition`.
     """
     if "shortcut_weight" in matrices:
         return Blocks(128, 64, 4, 2), Blocks(64, 32, 4, 2)

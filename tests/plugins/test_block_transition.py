@@ -1,23 +1,28 @@
 import multiprocessing
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from cuda_graphs import replayed
 from torch import Tensor
 from torch.nn import functional as F
 
-from maskrcnn_trt.plugins.fused_convolution import block_transition
+from maskrcnn_trt.plugins.fused_convolution import block_transition, fastest
 from maskrcnn_trt.plugins.fused_convolution.block_transition import can_fuse_transition
+from maskrcnn_trt.plugins.fused_convolution.fastest import Choices
 
 # Rows and columns, and the channels of input, shortcut's convolution (0: none), output and next
 # block.
 SIZES = {
     "first block": ((20, 28), (64, 64, 256, 64)),
     "middle block": ((20, 28), (64, 0, 256, 64)),
-    "unequal": ((7, 9), (128, 256, 64, 128)),
-    "last block of a stage": ((10, 14), (128, 0, 512, 256)),
+    "unequal": ((7, 9), (128, 64, 64, 128)),
+    "last block of res2": ((10, 14), (64, 0, 256, 128)),
+    "block of res3": ((10, 14), (128, 0, 512, 128)),
+    "last block of res3": ((10, 14), (128, 0, 512, 256)),
     "few pixels": ((1, 1), (64, 0, 64, 64)),
-    "more shared memory than a GPU has": ((5, 6), (512, 0, 512, 256)),
     "many pixels": ((170, 230), (64, 64, 256, 64)),
 }
 
@@ -69,6 +74,64 @@ def test_equals_separate_convolutions(
     # The second convolution reads rounded values.
     expected = F.conv2d(output.double(), next_weight, next_bias).relu()
     torch.testing.assert_close(reduced.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shortcut", [0, 64])
+def test_other_gpus_can_use_separate_convolutions(
+    shortcut: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Measuring separate convolutions measures each of them, too."""
+    choices = Choices(tmp_path / "file.json")
+    monkeypatch.setattr(fastest, "_choices_of", lambda _device: choices)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    arguments = random_arguments((9, 12), (64, shortcut, 256, 64), torch.float16, "cuda")
+    expected = block_transition(*(x if x is None else x.cpu() for x in arguments))
+    for actual in (block_transition(*arguments), block_transition(*arguments)):
+        for result, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(result.cpu(), other, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    inputs, others = (
+        random_arguments((9, 12), (64, 0, 256, 64), torch.float16, "cuda") for _ in range(2)
+    )
+    others[0], others[3] = torch.zeros_like(others[0]), torch.zeros_like(others[3])
+
+    def transition(images: Tensor, shortcut: Tensor) -> tuple[Tensor, Tensor]:
+        return block_transition(images, *inputs[1:3], shortcut, *inputs[4:])
+
+    results = replayed(transition, [others[0], others[3]], [inputs[0], inputs[3]])
+    for actual, expected in zip(results, block_transition(*inputs), strict=True):
+        assert torch.equal(actual, expected.cpu())
+
+
+def test_empty_batch(device: str) -> None:
+    images, weight, bias, shortcut, *others = random_arguments(
+        (9, 12), (64, 0, 256, 64), torch.float16, device
+    )
+    results = block_transition(images[:0], weight, bias, shortcut[:0], *others)
+    assert [tuple(result.shape) for result in results] == [(0, 256, 9, 12), (0, 64, 9, 12)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("index", "change"),
+    [
+        (0, lambda x: x.float()),
+        (1, lambda x: x.bfloat16()),
+        (2, lambda x: x[1:]),
+        (3, lambda x: x.transpose(2, 3)),
+        (4, lambda _: None),
+        (6, lambda x: x.cpu()),
+    ],
+)
+def test_wrong_arguments_raise(index: int, change: Callable[[Tensor], Tensor | None]) -> None:
+    arguments = random_arguments((9, 12), (64, 64, 256, 64), torch.float16, "cuda")
+    arguments[index] = change(arguments[index])
+    with pytest.raises((ValueError, RuntimeError)):
+        block_transition(*arguments)
 
 
 def run_in_interpreter(arguments: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
@@ -123,6 +186,7 @@ def test_any_memory_format(device: str) -> None:
     [
         (256, 0, 1024, 256),
         (128, 0, 512, 512),
+        (64, 64, 512, 256),
         (48, 0, 256, 64),
         (64, 96, 256, 64),
         (64, 0, 256, 72),
