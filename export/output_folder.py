@@ -38,15 +38,22 @@ def check_output_folder(bundle: Path) -> None:
 
     Raises:
         BundleError: the folder holds files that do not belong to a bundle (exported model), is a
-            mount point, or is or contains the current working folder.
+            mount point, or is or contains the current working folder. Or the path is not a valid
+            path, or that of a file.
     """
-    if Path.cwd().is_relative_to(bundle.resolve()):
+    try:
+        resolved = bundle.resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a null byte, or a loop of links
+        raise BundleError(f"{str(bundle)!a} is not a path of a folder: {error}") from None
+    if resolved.exists() and not resolved.is_dir():
+        raise BundleError(f"{bundle} is a file; choose a folder")
+    if Path.cwd().is_relative_to(resolved):
         # The user's shell would stay in the deleted folder, in which relative paths do not work.
         raise BundleError(
             f"{bundle} cannot be replaced, because it is or contains the current folder; run the "
             "export in another folder"
         )
-    if bundle.resolve().is_mount():
+    if resolved.is_mount():
         raise BundleError(
             f"{bundle} is a mount point and cannot be replaced; choose a folder inside it"
         )

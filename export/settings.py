@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, InstanceOf, ValidationError
 
 from ..model.bundle.manifest import (
     MISSING_PRECISIONS,
@@ -18,6 +18,7 @@ from ..model.bundle.manifest import (
 from ..model.bundle.spec import BUCKET_STEP, MAX_PIXELS, ShapeBucket
 from ..model.config.error_messages import validation_message
 from ..model.resizing import pixel_dtype
+from .engines.builder import EngineBuilder
 
 
 class ExportSettings(NamedTuple):
@@ -39,6 +40,7 @@ class ExportArguments(BaseModel):
     precisions: tuple[Precision, ...] = Field(min_length=1)
     buckets: tuple[ShapeBucket, ...]
     input_dtype: InputDtype | None
+    builders: tuple[InstanceOf[EngineBuilder], ...]
     calibration: tuple[Path, ...]
 
 

@@ -1,6 +1,7 @@
 """Atomic file writes, and checks of output paths before a long computation."""
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -61,6 +62,13 @@ def check_creatable(path: Path) -> None:
         OSError: It cannot be created. `strerror` names the existing folder or file that prevents
             it, and `filename` is `path`.
     """
+    try:
+        is_name = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_name = False
+    if not is_name:
+        reason = "the path has a character that no file name can have"
+        raise OSError(errno.EINVAL, reason, str(path))
     if not path.is_dir() and _is_written_directly(path):
         return
     parents = path.absolute().parents

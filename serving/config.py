@@ -195,6 +195,8 @@ def check_address(address: str) -> None:
     Raises:
         ValueError: the address is invalid.
     """
+    if not isinstance(address, str):
+        raise ValueError(f"the server address is {address!r}; give a string, as in localhost:8500")
     match = _HOST_AND_PORT.fullmatch(address)
     if _TARGET.fullmatch(address) or (match and 1 <= int(match[1]) <= 65535):
         return

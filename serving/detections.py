@@ -1,6 +1,5 @@
 """Detections of one image with their timing, and the options of a request."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -24,6 +23,9 @@ _PROTOCOL_OF_BUFFERS: Final = 5
 # EXIF rotation, P >= 3, clockwise, without repeating the first point. Holes count as filled. Parts
 # within a hole have their own outline. An empty mask has no outlines.
 Outlines = tuple[NDArray[np.float32], ...]
+
+# Largest number that each field of a request can hold.
+_MAX_INT32: Final = 2**31 - 1
 
 # Priority levels, the most urgent first.
 PRIORITIES = (1, 2, 3)
@@ -58,7 +60,8 @@ class MaskFormat(Enum):
 def _check_types(options: object, fields: _Fields) -> None:
     values = vars(options)
     for name, description, classes in fields:
-        if not isinstance(values[name], classes):
+        # Python's booleans are integers.
+        if isinstance(values[name], bool) or not isinstance(values[name], classes):
             raise InvalidRequestError(f"{name} is {values[name]!r}; it must be {description}")
 
 
@@ -84,9 +87,9 @@ class DetectionOptions:
             raise InvalidRequestError(
                 f"score_threshold is {self.score_threshold}; it must be in 0..1"
             )
-        if self.max_detections is not None and self.max_detections < 1:
+        if self.max_detections is not None and not 1 <= self.max_detections <= _MAX_INT32:
             raise InvalidRequestError(
-                f"max_detections is {self.max_detections}; it must be at least 1"
+                f"max_detections is {self.max_detections}; it must be in 1..{_MAX_INT32}"
             )
         try:
             object.__setattr__(self, "mask_format", MaskFormat(self.mask_format))
@@ -127,13 +130,19 @@ class SchedulingOptions:
                 f"priority is {self.priority}; it must be one of "
                 f"{', '.join(map(str, PRIORITIES))}, where 1 is the most urgent"
             )
-        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+        if self.timeout_s is not None and not 0 < self.timeout_s <= _MAX_INT32:
             raise InvalidRequestError(
-                f"the timeout is {self.timeout_s} s; it must be above 0 and finite"
+                f"the timeout is {self.timeout_s} s; it must be above 0 and at most {_MAX_INT32}"
             )
 
 
 DEFAULT_SCHEDULING = SchedulingOptions()
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError unless the argument `name` is an integer of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of 1 or more")
 
 
 def check_options(options: object, scheduling: object = DEFAULT_SCHEDULING) -> None:

@@ -15,11 +15,17 @@ import numpy as np
 from ..model.bundle.manifest import Manifest, Precision, read_manifest
 from ..model.bundle.spec import MAX_PIXELS, ShapeBucket
 from ..model.image_files import ImageSource, check_images, read_image_source
-from ..model.image_limits import ImageError, image_error_from_os_error
+from ..model.image_limits import ImageError, check_size, image_error_from_os_error
 from .backends.base import Backend, DeviceBackend
 from .backends.loading import load_backend, served_precision
 from .config import BackendName
-from .detections import DEFAULT_OPTIONS, DetectionOptions, Detections, check_options
+from .detections import (
+    DEFAULT_OPTIONS,
+    DetectionOptions,
+    Detections,
+    check_count,
+    check_options,
+)
 from .engines.base import (
     BatchEntry,
     BatchSteps,
@@ -67,10 +73,9 @@ class Detector:
             BundleError: The bundle is missing or damaged, or lacks the precision.
             BackendError: The backend is unknown, does not run here, or does not support the batch
                 size.
-            ValueError: `max_batch` is less than 1.
+            ValueError: `max_batch` is not an integer of 1 or more.
         """
-        if max_batch < 1:
-            raise ValueError(f"max_batch is {max_batch}; give 1 or more")
+        check_count("max_batch", max_batch)
         bundle = Path(bundle)
         self.manifest = read_manifest(bundle)
         self._max_batch = max_batch
@@ -133,14 +138,17 @@ class Detector:
 
         Raises:
             TypeError: `image` or `options` has another type.
+            ValueError: `max_pixels` is not an integer of 1 or more.
             ImageError: The image is invalid, or has more than `max_pixels` pixels.
             BackendError: The detector is closed, memory runs out, or the backend fails.
             BundleError: The model's outputs contradict the bundle's manifest.
         """
         self._check_open()
         check_options(options)
+        check_count("max_pixels", max_pixels)
         preprocessing, buckets = self.manifest.preprocessing, self._backend.buckets
-        plan = plan_image(_read_source(image), preprocessing, buckets, max_pixels=max_pixels)
+        source = _read_source(image, max_pixels)
+        plan = plan_image(source, preprocessing, buckets, max_pixels=max_pixels)
         return self._steps.detect(ImageRequest(plan, options))
 
     def detect_many(
@@ -217,11 +225,10 @@ def detect_many(
     """
 
     def plan(source: ImageSource | str) -> BatchEntry:
-        # A copy, because the caller may reuse an array before this image is resized.
-        own = source.copy() if isinstance(source, np.ndarray) else source
         try:
             image = plan_image(
-                _read_source(own),
+                # A copy, because the caller may reuse an array before this image is resized.
+                _read_source(source, MAX_PIXELS, copy=True),
                 manifest.preprocessing,
                 backend.buckets,
                 apply_orientation=apply_orientation,
@@ -234,12 +241,21 @@ def detect_many(
     return run_in_batches(map(plan, images), steps, max_batch)
 
 
-def _read_source(image: ImageSource | str) -> SourceImage:
+def _read_source(image: ImageSource | str, max_pixels: int, *, copy: bool = False) -> SourceImage:
+    """Return the content of an image file, or contiguous RGB pixels of at most `max_pixels`.
+
+    With `copy`, the pixels are always copied, otherwise only if they are not contiguous.
+    """
     try:
         source = read_image_source(Path(image) if isinstance(image, str) else image)
     except OSError as error:
         raise image_error_from_os_error(error) from None
-    return source if isinstance(source, bytes) else np.ascontiguousarray(source)
+    if isinstance(source, bytes):
+        return source
+    # Check the size before the copy: there may be too little memory for a copy of a large array.
+    height, width = source.shape[:2]
+    check_size(height, width, max_pixels)
+    return source.copy() if copy else np.ascontiguousarray(source)
 
 
 def run_in_batches(

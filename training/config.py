@@ -9,13 +9,13 @@ from typing import Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from ..model.bundle.spec import BUCKET_STEP, ResizeRule, ShapeBucket
+from ..model.bundle.spec import BUCKET_STEP, MAX_PIXELS, ResizeRule, ShapeBucket
 from ..model.config.error_messages import validation_message
-from ..model.config.overrides import OverrideError
+from ..model.config.overrides import OverrideError, checked_overrides
 from ..model.config.schema import ModelConfig, YamlConfig
 from .config_sources import SourceError, Values, read_values
 from .devices import DeviceField, number_of_processes
-from .solver_config import SolverConfig
+from .solver_config import MAX_BATCH, SolverConfig
 from .transforms_config import Transform, check_order
 
 
@@ -78,7 +78,7 @@ class DataConfig(YamlConfig):
     stops the run."""
     keep_empty: bool = False
     """Also train on images without objects."""
-    workers: int = Field(2, ge=0)
+    workers: int = Field(2, ge=0, le=512)
     """Data-loading processes. 0: load in the training process."""
     decode: Literal["workers", "device"] = "workers"
     """Decode, resize and flip JPEG files in the data-loading processes (workers), or on the
@@ -94,6 +94,8 @@ class DataConfig(YamlConfig):
                 raise ValueError(
                     f"the sides of bucket {bucket} are not multiples of {BUCKET_STEP} pixels"
                 )
+            if bucket.height * bucket.width > MAX_PIXELS:
+                raise ValueError(f"bucket {bucket} has more than {MAX_PIXELS} pixels")
         short, long = (
             math.ceil(side / BUCKET_STEP) * BUCKET_STEP for side in (self.min_size, self.max_size)
         )
@@ -142,7 +144,7 @@ class EvaluationConfig(YamlConfig):
     fails with exit code 1."""
     tolerance: float = Field(0.001, ge=0)
     """Accepted shortfall of a metric from its value in `expected`."""
-    images_per_batch: int = Field(8, ge=1)
+    images_per_batch: int = Field(8, ge=1, le=MAX_BATCH)
     """Inference batch size per rank."""
     losses: bool = False
     """Also compute the losses on the validation set, which takes a second pass over it."""
@@ -176,6 +178,11 @@ class EvaluationConfig(YamlConfig):
                     f"the key `expected` has the unknown metric {name!r}; metrics are bbox/M and "
                     "segm/M, where M is AP, AP50, AP75, APs, APm, APl, AR1, AR10, AR100, ARs, ARm, "
                     "ARl or AP/CLASS"
+                )
+            if not self.expected[name] <= 1:
+                raise ValueError(
+                    f"the key `expected` has {name}: {self.expected[name]}; metrics are in 0..1, "
+                    "not in percent"
                 )
         if self.expected and self.skip_eval:
             raise ValueError(
@@ -275,8 +282,8 @@ def validated_config(
             mapping. A key or value is invalid; the message names the key and the allowed values. An
             override sets `solver.max_iterations` although `solver.epochs` is set.
     """
-    overrides = tuple(overrides)  # an iterator could be read only once
     try:
+        overrides = checked_overrides(overrides)
         config = TrainConfig.model_validate(read_values(source, overrides, sections))
     except (SourceError, OverrideError) as error:
         raise ConfigError(str(error)) from None

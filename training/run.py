@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from ..model.atomic_files import check_creatable
 from ..model.checkpoint import Checkpoint, load_checkpoint
 from ..model.config.reference import text_from_value
 from ..model.shell_commands import shell_path
@@ -37,10 +38,11 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
         Path of the final checkpoint.
 
     Raises:
-        ConfigError: The configuration does not fit the data, the machine or the resumed run. It
-            requires several processes, but `torchrun` or `maskrcnn train` did not start them. A
-            tracker is not installed or cannot start. `output_dir` cannot be created or written, or
-            contains a run although `resume` is False, or another process trains in it.
+        ConfigError: `config` is not a `TrainConfig`, or does not fit the data, the machine or the
+            resumed run. It requires several processes, but `torchrun` or `maskrcnn train` did not
+            start them. A tracker is not installed or cannot start. `output_dir` cannot be created
+            or written, or contains a run although `resume` is False, or another process trains in
+            it.
         DataError: The data set is unreadable or has no usable image, or `solver.images_per_batch`
             is not divisible by ranks times `solver.accumulate`.
         CheckpointError: The initial weights or the last checkpoint cannot be read.
@@ -53,6 +55,8 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
             by more than `evaluation.tolerance`.
         TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.
     """
+    if not isinstance(config, TrainConfig):
+        raise ConfigError(f"config is {config!r}; give a TrainConfig, such as load_config('quick')")
     if (count := processes_to_start(config.device, config.processes)) > 1:
         raise ConfigError(
             f"{count} training processes are configured, but run_training() cannot start them; use "
@@ -81,7 +85,7 @@ def evaluate_checkpoint(
             `model` is ignored, because the checkpoint defines the model.
         overrides: Overrides of the form `key.path=value`. In section `model`, they may change only
             keys that do not affect training, such as `model.roi.score_threshold`.
-        report: HTML file for a report. None: write no report.
+        report: HTML file for a report; its name must end in `.html`. None: write no report.
 
     Returns:
         Metrics by name, such as `bbox/AP` and `segm/AP`.
@@ -89,7 +93,7 @@ def evaluate_checkpoint(
     Raises:
         CheckpointError: The checkpoint cannot be read.
         ConfigError: The configuration is invalid. There is no validation set, or it has categories
-            that the checkpoint lacks. Or `output_dir` cannot be created or written.
+            that the checkpoint lacks. Or `output_dir` or `report` cannot be created or written.
         DataError: The validation set is unreadable.
         RankLostError: Another rank ended, or did not answer for 30 minutes.
     """
@@ -108,18 +112,20 @@ def evaluate_loaded(
         checkpoint: Checkpoint to evaluate.
         config: Configuration from `load_evaluation_config`.
         rank: Rank of this process.
-        report: HTML file for a report. None: write no report.
+        report: HTML file for a report; its name must end in `.html`. None: write no report.
 
     Returns:
         Metrics by name, the same on all ranks.
 
     Raises:
         ConfigError: There is no validation set, or it has categories that the checkpoint lacks. Or
-            `output_dir` cannot be created or written.
+            `output_dir` or `report` cannot be created or written.
         DataError: The validation set is unreadable.
         GpuMemoryError: A batch needs more memory than the GPU has.
     """
     create_output_folder(config.output_dir)
+    if report is not None:
+        _check_report(report)
     set_arithmetic(config)
     with terminal_progress(rank) as progress:
         if rank.is_main:
@@ -127,6 +133,21 @@ def evaluate_loaded(
         validation = Validation(config, checkpoint.categories, rank)
         model = replace(checkpoint, model_config=config.model).build_model()
         return validation.measure(model.to(rank.device), progress, report)
+
+
+def _check_report(path: Path) -> None:
+    """Raise `ConfigError` unless a report can be written to a path.
+
+    The name must end in `.html`, so that a mistake cannot overwrite, for example, the checkpoint.
+    """
+    problem = "its name does not end in .html"
+    if path.name.lower().endswith(".html"):
+        try:
+            check_creatable(path)
+            return
+        except OSError as error:
+            problem = str(error.strerror)
+    raise ConfigError(f"the report cannot be written to {path}: {problem}; choose another path")
 
 
 def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:

@@ -6,17 +6,20 @@ from pydantic import Field, model_validator
 
 from ..model.config.schema import YamlConfig
 
+# Maximum number of images in a batch, far above all sensible values.
+MAX_BATCH = 65536
+
 
 class SolverConfig(YamlConfig):
     """Optimiser, length of the run, and learning-rate schedule."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """SGD with momentum, as in detectron2, or AdamW, which converges faster from random weights."""
-    images_per_batch: int = Field(16, ge=1)
+    images_per_batch: int = Field(16, ge=1, le=MAX_BATCH)
     """Images per optimiser step: total over all ranks and accumulated passes."""
-    accumulate: int = Field(1, ge=1)
+    accumulate: int = Field(1, ge=1, le=MAX_BATCH)
     """Forward and backward passes per optimiser step. More passes need less memory."""
-    scale_from_batch: int | None = Field(None, ge=1)
+    scale_from_batch: int | None = Field(None, ge=1, le=MAX_BATCH)
     """Number of images per step that `base_lr`, `max_iterations`, `steps` and `warmup_iterations`
     are meant for. On loading, these four keys are scaled linearly to `images_per_batch` (Goyal et
     al., 2017), and this key is set to None. None: no scaling."""

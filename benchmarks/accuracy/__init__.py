@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from ...model.atomic_files import atomic_write
 from ...model.bundle.manifest import MANIFEST_NAME, Precision
-from ...model.config.option_types import OUTPUT_FILE, OUTPUT_FOLDER
+from ...model.config.option_types import HTML_FILE, JSON_FILE, OUTPUT_FOLDER
 from ...model.plurals import counted
 from ...serving.config import BackendName
 from ...training.config import EvaluatorName
@@ -56,12 +57,12 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
     help="Folder for the result files of a bundle. Default: they are not written.",
 )  # fmt: skip
 @click.option(
-    "--report", type=OUTPUT_FILE, metavar="FILE.html",
+    "--report", type=HTML_FILE, metavar="FILE.html",
     help="Also write a report: precision-recall curves, confusion matrix, best score threshold of "
     "each class, images with the most errors.",
 )  # fmt: skip
 @click.option(
-    "--json", "json_path", type=OUTPUT_FILE,
+    "--json", "json_path", type=JSON_FILE,
     help="Also write the metrics to this file.",
 )  # fmt: skip
 def evaluate(
@@ -134,6 +135,8 @@ def _evaluate_checkpoint(
         )
     loaded = checkpoint_from_reference(reference)
     config = load_evaluation_config(source, (*overrides, *_overrides_from(given)), loaded)
+    if config.data.val is not None:
+        _check_json(json_path, config.data.val.annotations)
     with worker(config.device) as own:
         metrics = evaluate_loaded(loaded, config, own, given.get("report"))
         if own.is_main:
@@ -164,6 +167,7 @@ def _evaluate_bundle(
     from .measure import evaluate_bundle
 
     data = _validation_set_from(source, overrides, given)
+    _check_json(json_path, data.dataset.config.annotations)
 
     def check_classes() -> None:
         with_ids_of(data.dataset, checkpoint_from_reference(reference).categories)
@@ -301,8 +305,15 @@ def _name_report(given: Mapping[str, Any]) -> None:
         click.echo(f"the report is {given['report']}")
 
 
+def _check_json(path: Path | None, annotations: Path) -> None:
+    """Raise a usage error if the option --json would overwrite the annotation file."""
+    if path is not None and path.exists() and annotations.exists() and path.samefile(annotations):
+        raise click.UsageError(f"--json {path} is the annotation file; choose another name")
+
+
 def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        with atomic_write(path) as file:
+            file.write(json.dumps(content, indent=2).encode() + b"\n")
         click.echo(f"the metrics are in {path}")

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...model.config.option_types import OUTPUT_FILE, OUTPUT_FOLDER
+from ...model.config.option_types import JSON_FILE, OUTPUT_FOLDER
 from ...model.download.urls import without_credentials
 from ...plugins.runtime.console import table_console
 from .machine import MachineInfo, describe_machine
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 json_option = click.option(
     "--json",
     "json_path",
-    type=OUTPUT_FILE,
+    type=JSON_FILE,
     help="Also write results and package versions to this JSON file.",
 )
 

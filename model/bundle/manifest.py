@@ -311,6 +311,8 @@ def read_manifest(bundle: Path) -> Manifest:
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         fault = first["msg"].removeprefix("Value error, ")
         raise BundleError(f"{path}: {where}: {fault}; export the bundle again") from None
+    except ValueError as error:  # for example a null byte
+        raise BundleError(f"{str(bundle)!a} is not a path: {error}") from None
 
 
 def verified_path(bundle: Path, file: Artifact | CompiledProgram) -> Path:

@@ -27,6 +27,17 @@ class FiniteRange(click.FloatRange):
 class _OutputPath(click.Path):
     """Path that a command writes: like `click.Path`, but rejects paths that cannot be created."""
 
+    def __init__(self, suffix: str = "", **options: Any) -> None:
+        """Create the type.
+
+        Args:
+            suffix: required end of the name of a file, such as ".html". Devices and pipes may have
+                any name. A typing error then cannot overwrite, for example, a checkpoint.
+            options: arguments of `click.Path`.
+        """
+        super().__init__(**options)
+        self._suffix = suffix
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Return the path. Raise a usage error unless it can be created or replaced."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -34,8 +45,13 @@ class _OutputPath(click.Path):
             check_creatable(path)
         except OSError as error:
             self.fail(f"{path}: {error.strerror}; choose another path", param, ctx)
+        is_file = path.is_file() or not path.exists()
+        if is_file and not path.name.lower().endswith(self._suffix):
+            self.fail(f"{path} does not end in {self._suffix}; choose another name", param, ctx)
         return path
 
 
 OUTPUT_FILE = _OutputPath(dir_okay=False)
+HTML_FILE = _OutputPath(".html", dir_okay=False)
+JSON_FILE = _OutputPath(".json", dir_okay=False)
 OUTPUT_FOLDER = _OutputPath(file_okay=False)

@@ -1,6 +1,6 @@
 """Configuration overrides by dotted key, such as `backbone.stride_in_1x1=true`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -12,7 +12,22 @@ class OverrideError(ValueError):
     """An override is malformed, or sets a key `a.b` although `a` is a value, not a section."""
 
 
-def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def checked_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
+    """Return `key.path=value` overrides as a tuple, because an iterator could be read only once.
+
+    Raises:
+        OverrideError: `overrides` is a single string, or has an item that is not a string.
+    """
+    if isinstance(overrides, str | bytes) or not isinstance(overrides, Iterable):
+        raise OverrideError(f"the overrides are {overrides!r}; give a list of strings")
+    overrides = tuple(overrides)
+    for override in overrides:
+        if not isinstance(override, str):
+            raise OverrideError(f"the override {override!r} is not a string, as in 'seed=1'")
+    return overrides
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Apply `key.path=value` overrides to a copy of a nested mapping, and return the copy.
 
     The value of each override is parsed as YAML.
@@ -20,12 +35,10 @@ def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[
     Raises:
         OverrideError: an override is not of the form `key.path=value`, its value is not valid YAML,
             or it sets a key such as `a.b` although `a` is a value, not a section (group of keys).
-            Or `overrides` is a single string.
+            Or `checked_overrides` rejects `overrides`.
     """
-    if isinstance(overrides, str):
-        raise OverrideError(f"the overrides are the string {overrides!r}; give a list of strings")
     result = dict(values)
-    for override in overrides:
+    for override in checked_overrides(overrides):
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise OverrideError(f"override {override!r} is not of the form key.path=value")

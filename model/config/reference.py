@@ -112,7 +112,9 @@ def _kind(annotation: Any) -> str:
         return f"list of {count}{_plural(args[0])}"
     if origin is dict:
         return f"{_plural(args[1])} by name"
-    return _KINDS.get(annotation) or f"[{', '.join(annotation._fields)}]"
+    if (fields := getattr(annotation, "_fields", None)) is not None:
+        return f"[{', '.join(fields)}]"
+    return _KINDS.get(annotation) or str(annotation.__name__)
 
 
 def _plural(annotation: Any) -> str:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import unquote
@@ -152,8 +153,10 @@ class Connection:
             RuntimeError: The client is async, and no event loop is running.
         """
         check_address(address)
-        if not 0 < timeout_s <= DAY_S:
-            raise ValueError(f"timeout_s is {timeout_s}; it must be above 0 and at most {DAY_S}")
+        if not _is_number(timeout_s) or not 0 < timeout_s <= DAY_S:
+            raise ValueError(
+                f"timeout_s is {timeout_s!r}; it must be a number above 0 and at most {DAY_S}"
+            )
         self._address = address
         self._timeout_s = timeout_s
         options = channel_options(retries, keepalive_s)
@@ -189,6 +192,10 @@ class Connection:
             raise
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tuple[str, Any]]:
     """Return the options of a channel: retries, round-robin load balancing, keepalive.
 
@@ -211,9 +218,10 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
             f"retries is {retries!r}; it must be an integer from 0 to {MAX_RETRIES}, the limit of "
             "gRPC"
         )
-    if not keepalive_s >= 1:
+    if not _is_number(keepalive_s) or not keepalive_s >= 1:
         raise ValueError(
-            f"keepalive_s is {keepalive_s}; gRPC sends at most one ping a second, so give 1 or more"
+            f"keepalive_s is {keepalive_s!r}; gRPC sends at most one ping a second, so give a "
+            "number of 1 or more"
         )
     config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
     if retries:

@@ -18,6 +18,7 @@ from ..detections import (
     DetectionOptions,
     Detections,
     SchedulingOptions,
+    check_count,
 )
 from ..errors import ClientError, DeferredErrors, RefusedError, async_items
 from ..messages import detections_from_response
@@ -25,7 +26,6 @@ from .connection import LOOP_REMEDY, Connection, channel_state
 from .image_requests import (
     ImageOutcome,
     LostServerCheck,
-    check_concurrency,
     check_size,
     is_large,
     is_unreachable,
@@ -106,7 +106,8 @@ class DetectorClient(Connection):
             image that is unreadable, rejected or without a response does not affect the others.
 
         Raises:
-            ValueError: `concurrency` is less than 1. Raised before the iteration starts.
+            ValueError: `concurrency` is not an integer of 1 or more. Raised before the iteration
+                starts.
             TypeError: `images` is one image, not several. Raised before the iteration starts. Or an
                 image is not an `ImageSource`. This error, and any error that iterating over
                 `images` raises, is raised after the outcomes of the preceding images.
@@ -118,7 +119,7 @@ class DetectorClient(Connection):
                 if the connection is up.
         """
         check_images(images)
-        check_concurrency(concurrency)
+        check_count("concurrency", concurrency)
         return self._outcomes(DeferredErrors(images), options, scheduling, concurrency)
 
     def stream(
@@ -305,7 +306,7 @@ class AsyncDetectorClient(Connection):
             For each image, in order, its detections or its error.
         """
         check_images(images, Iterable | AsyncIterable)
-        check_concurrency(concurrency)
+        check_count("concurrency", concurrency)
         return self._outcomes(DeferredErrors(images), options, scheduling, concurrency)
 
     def stream(

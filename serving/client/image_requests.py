@@ -103,12 +103,6 @@ def check_size(request: pb.DetectRequest, limits: pb.Limits | None, address: str
         )
 
 
-def check_concurrency(concurrency: int) -> None:
-    """Raise ValueError if `concurrency`, the number of in-flight requests, is less than 1."""
-    if concurrency < 1:
-        raise ValueError(f"concurrency is {concurrency}; give 1 or more")
-
-
 def outcome_from_stream_response(
     response: pb.DetectStreamResponse, mask_format: MaskFormat
 ) -> tuple[int, Detections | RefusedError]:

@@ -129,6 +129,8 @@ def test_full_disk_names_the_folder_and_keeps_the_older_bundle(
      ({"input_dtype": "float16"}, ["input_dtype is 'float16'", "float32"]),
      ({"buckets": [96, 96]}, ["buckets.0 is 96", "[height, width]"]),
      ({"buckets": ["96x96"]}, ["buckets.0 is '96x96'", "[height, width]"]),
+     ({"builders": None}, ["builders is None", "list"]),
+     ({"builders": iter(["tensorrt"])}, ["builders.0 is 'tensorrt'"]),
      ({"precisions": ["int8"], "calibration": "a.jpg"}, ["calibration is 'a.jpg'", "list"])],
 )  # fmt: skip
 def test_arguments_of_other_types_are_refused_before_the_export(
@@ -149,5 +151,9 @@ def test_unusable_folders_and_sizes_are_refused_before_the_export(
             bundle_from_checkpoint(tiny_checkpoint, tmp_path / "bundle", buckets=[size])
     assert not (tmp_path / "bundle").exists()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", "a\0b"):
+        with pytest.raises(BundleError, match=r"is a file|not a path"):
+            bundle_from_checkpoint(tiny_checkpoint, path)
     with pytest.raises(BundleError, match="mount point"):
         bundle_from_checkpoint(tiny_checkpoint, tmp_path)

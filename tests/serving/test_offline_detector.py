@@ -80,6 +80,12 @@ def test_manifest_of_another_model_is_refused(
 def test_pixel_limit(predictor: Detector, picture: Encode) -> None:
     with pytest.raises(ImageError, match="1000 pixels"):
         predictor.detect(picture(), max_pixels=1000)
+    # Too large to be copied.
+    pixels = np.broadcast_to(np.uint8(3), (2**20, 2**20, 3))
+    with pytest.raises(ImageError, match="1048576x1048576 pixels"):
+        predictor.detect(pixels)
+    with pytest.raises(ImageError, match="1048576x1048576 pixels"):
+        predictor([pixels])
 
 
 def test_missing_bundle_and_precision(bundle: Path, tmp_path: Path) -> None:
@@ -202,8 +208,12 @@ def test_invalid_arguments(bundle: Path) -> None:
     unknown: Any = "tensorflow"
     with pytest.raises(BackendError, match=r"'tensorflow'.*onnxruntime"):
         Detector(bundle, backend=unknown)
-    with pytest.raises(ValueError, match="max_batch is 0"):
-        Detector(bundle, max_batch=0)
+    numbers: list[Any] = [0, 1.5, np.nan, None, True, "8"]
+    for number in numbers:
+        with pytest.raises(ValueError, match=f"max_batch is {number!r}"):
+            Detector(bundle, max_batch=number)
+    with pytest.raises(BundleError, match="not a path"):
+        Detector("a\0b")
 
 
 def test_mask_format_by_its_value(predictor: Detector, picture: Encode) -> None:

@@ -57,7 +57,8 @@ REFUSED = {
     "solver.steps=[0, 2]": "solver.steps.0 is 0; allowed for solver.steps: list of whole numbers "
     ">= 1",
     "solver.accumulate=3": "solver: images_per_batch 4 is not divisible by accumulate 3",
-    "solver.scale_from_batch=0": "allowed: whole number, >= 1, or null",
+    "solver.scale_from_batch=0": "allowed: whole number, >= 1, <= 65536, or null",
+    f"solver.images_per_batch={10**32}": "allowed: whole number, >= 1, <= 65536",
     "solver.epochs=0": "solver.epochs is 0; allowed: whole number, >= 1, <= 1000000, or null",
     "solver.schedule=poly": "allowed: steps | cosine | linear",
     "solver.ema_decay=1": "solver.ema_decay is 1; allowed: number, > 0, < 1, or null",
@@ -66,6 +67,7 @@ REFUSED = {
     "model.rpn.sampling=[1]": "model.rpn.sampling is [1]; it is a section with the keys foreground",
     "evaluation.expected={bbox/AP: .nan}": "evaluation.expected",
     "evaluation.tolerance=.inf": "evaluation.tolerance",
+    "evaluation.expected={bbox/AP: 37.7}": "metrics are in 0..1",
     "evaluation.expected={bbox/AP: high}": "allowed for evaluation.expected: numbers by name",
     "precision=int8": "precision is 'int8'; allowed: fp32 | tf32 | fp16 | bf16",
     "device=tpu": "device: 'tpu' is neither auto, cpu, cuda nor numbers of GPUs, as in 0,1",
@@ -82,6 +84,12 @@ REFUSED = {
     "model.anchors.aspect_ratios=[-1]": "list of numbers > 0, not empty",
     "model.pixel_std=[0, 1, 1]": "list of 3 numbers > 0",
     "model.roi.box_head_dim=1000000": "allowed: whole number, >= 1, <= 65536",
+    "model.roi.box_pool=5000": "allowed: whole number, >= 1, <= 128",
+    "model.rpn.conv_depth=1000": "allowed: whole number, >= 1, <= 64",
+    f"model.roi.mask_crop_size={10**18}": "allowed: whole number, >= 14, <= 4096, or null",
+    f"model.roi.max_detections={2**63}": "allowed: whole number, >= 1, <= 1048576",
+    "data.workers=100000": "allowed: whole number, >= 0, <= 512",
+    "data.buckets=[[32000000, 32000000]]": "has more than 64000000 pixels",
     "model.pixel_mean=[.nan, 1, 1]": "model.pixel_mean.0 is nan; allowed",
     "model.pixel_mean=[1]": "model.pixel_mean.1 is missing; allowed for model.pixel_mean: list",
     "data.max_size=32": "data: max_size 32 is below min_size 64",
@@ -96,6 +104,7 @@ REFUSED = {
     "allowed: number, >= 0, <= 0.5",
     "data.transforms=[{name: ColorJitter, bright: 1}]": "unknown key bright (did you mean "
     "brightness?); allowed here: name, p, brightness",
+    "data.transforms=[{name: ColorJitter, brightness: 1e300}]": "brightness is '1e300'; allowed",
     "data.transforms=[{name: RandomCrop}]": "RandomCrop: size is missing; allowed: list of 2 whole "
     "numbers",
     "data.transforms=[{name: ScaleJitter, scale_range: [2, 1]}]": "[2.0, 1.0] is not two ascending",
@@ -127,6 +136,17 @@ def test_errors_name_key_and_allowed_values(tiny: LoadTiny, override: str) -> No
     message = str(caught.value)
     assert REFUSED[override] in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("overrides", [None, 5, b"seed=1", "seed=1", [5], [b"seed=1"]])
+def test_overrides_must_be_strings(overrides: Any) -> None:
+    with pytest.raises(ConfigError, match="string"):
+        load_config("quick", overrides)
+
+
+def test_overrides_may_be_an_iterator() -> None:
+    with pytest.raises(ConfigError, match=r"solver\.max_iterations=5 has no effect"):
+        load_config("quick", iter(["solver.epochs=2", "solver.max_iterations=5"]))
 
 
 FILES = {

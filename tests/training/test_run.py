@@ -12,7 +12,7 @@ from tiny_run import LoadTiny, assert_equal, largest_difference, load_tiny, meas
 from maskrcnn_trt.model.checkpoint import load_checkpoint
 from maskrcnn_trt.training.config import ConfigError, load_config
 from maskrcnn_trt.training.reporting import METRICS_FILE
-from maskrcnn_trt.training.run import run_training
+from maskrcnn_trt.training.run import evaluate_checkpoint, run_training
 
 
 @pytest.mark.slow
@@ -165,3 +165,17 @@ def test_the_effective_configuration_is_saved(tiny: LoadTiny, tmp_path: Path) ->
     assert log.count("solver: optimizer=sgd images_per_batch=4 ") == 2
     assert " base_lr=0.04 " in log
     assert " max_iterations=2 " in log
+
+
+def test_wrong_arguments_raise_before_the_work(tiny_config: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="TrainConfig"):
+        run_training("quick")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no file name"):
+        train(load_config(str(tiny_config), ['output_dir="a\\0b"']))
+    checkpoint = tmp_path / "model.pth"
+    train(load_tiny(tiny_config, tmp_path / "run", "solver.max_iterations=1"))
+    checkpoint.write_bytes((tmp_path / "run" / "model_final.pth").read_bytes())
+    for report in (checkpoint, tmp_path, "/proc/report.html", "a\0.html"):
+        with pytest.raises(ConfigError, match="the report cannot be written"):
+            evaluate_checkpoint(checkpoint, tiny_config, (), report)
+    load_checkpoint(checkpoint)

@@ -41,7 +41,7 @@ def test_invalid_overrides_are_rejected(override: str, problem: str) -> None:
 
 
 def test_a_single_string_is_not_a_list_of_overrides() -> None:
-    with pytest.raises(OverrideError, match=r"string 'num_classes=1'; give a list"):
+    with pytest.raises(OverrideError, match="'num_classes=1'; give a list"):
         with_overrides({}, "num_classes=1")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -212,8 +213,8 @@ async def test_closing_or_cancelling_async_results_cancels_pending_calls(
         assert await asyncio.to_thread(detector.ended.acquire, timeout=60)
 
 
-@pytest.mark.parametrize("concurrency", [0, -1])
+@pytest.mark.parametrize("concurrency", [0, -1, 1.5, math.nan, None, True, "8"])
 @pytest.mark.parametrize("client", [DetectorClient, AsyncDetectorClient])
-async def test_concurrency_must_be_positive(client: type[Any], concurrency: int) -> None:
-    with pytest.raises(ValueError, match=f"concurrency is {concurrency}"):
+async def test_concurrency_must_be_a_positive_integer(client: type[Any], concurrency: Any) -> None:
+    with pytest.raises(ValueError, match=f"concurrency is {concurrency!r}"):
         client("localhost:1").detect_many([b"x"], concurrency=concurrency)
