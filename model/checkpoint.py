@@ -62,18 +62,29 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "training_state": checkpoint.training_state,
     }
     try:
-        with atomic_write(path) as file:
-            torch.save(content, file)
-    except (OSError, RuntimeError) as error:
-        # After a failed write, torch cannot complete the archive, and raises a RuntimeError in the
-        # context of the OSError.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
+        save_atomically(content, path)
+    except OSError as error:
         raise CheckpointError(
-            f"cannot write {path}: {cause.strerror or cause}; make space on the disk, or "
+            f"cannot write {path}: {error.strerror or error}; make space on the disk, or "
             "choose another folder"
         ) from error
+
+
+def save_atomically(content: object, path: Path) -> None:
+    """Write an object by `torch.save` to a file, which is replaced only if the write succeeds.
+
+    Raises:
+        OSError: the file cannot be written, for example because the disk is full.
+    """
+    try:
+        with atomic_write(path) as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        # After a failed write, torch cannot complete the archive, and raises a RuntimeError in the
+        # context of the OSError.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def unreadable_file_message(path: Path, error: OSError) -> str:

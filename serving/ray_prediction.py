@@ -35,6 +35,8 @@ _DETECTION = pa.struct(
         ("segmentation", _RLE),
     ]
 )
+# Maximum number of retries of a batch whose process dies.
+_MAX_RETRIES = 3
 # Schema of the results, one row per image. A failed image has `path` and `error`. Any other image
 # has `path`, `height` and `width` in pixels, and `detections` in COCO's results format.
 SCHEMA = pa.schema(
@@ -315,4 +317,7 @@ def _detections(
         fn_constructor_kwargs=detector,
         num_gpus=1 if gpus else None,
         num_cpus=None if gpus else 1,
+        # Without these limits, an image that kills its process would be tried forever.
+        max_restarts=_MAX_RETRIES,
+        max_task_retries=_MAX_RETRIES,
     )

@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -21,7 +22,7 @@ from ...serving.client.image_requests import request_from_image
 from ...serving.config import address_of
 from ...serving.detections import DetectionOptions, MaskFormat
 from ..common.images import noise_jpeg
-from ..common.processes import measure_process_usage
+from ..common.processes import ProcessError, measure_process_usage
 from .load import (
     Arrivals,
     ClientLoad,
@@ -250,11 +251,21 @@ def _measure(
 
 @contextmanager
 def _client_processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Start `count` client processes, and yield their pool when all of them run."""
+    """Start `count` client processes, and yield their pool when all of them run.
+
+    Raises:
+        ProcessError: a client process died.
+    """
     context = get_context("spawn")
-    with ProcessPoolExecutor(count, context, _await_all, (context.Barrier(count),)) as pool:
-        list(pool.map(abs, range(count)))
-        yield pool
+    try:
+        with ProcessPoolExecutor(count, context, _await_all, (context.Barrier(count),)) as pool:
+            list(pool.map(abs, range(count)))
+            yield pool
+    except BrokenProcessPool:
+        raise ProcessError(
+            "a client process died, probably because memory ran out; free memory, or lower "
+            "--processes or --concurrency"
+        ) from None
 
 
 def _await_all(barrier: Barrier) -> None:

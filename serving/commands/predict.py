@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from ...model.bundle.manifest import Precision
+from ...model.config.option_types import OUTPUT_FOLDER
 from ...model.plurals import counted
 from ..config import BackendName, ReportFormat, ServeConfig
 from .options import REPORT_OPTIONS, SOURCE, files_and_folder, is_address, options_of
@@ -77,7 +78,7 @@ def predict(
     options = DetectionOptions(score_threshold=score_threshold)
     precisions = () if precision is None else (precision,)
     if with_ray:
-        _check_ray_options()
+        _check_ray_options(output)
         bundle = bundle_for_backend(model, backend, precisions)
         _predict_with_ray(
             bundle, images, output, options,
@@ -96,11 +97,13 @@ def predict(
         write_report(files, outcomes, folder, formats)
 
 
-def _check_ray_options() -> None:
+def _check_ray_options(output: str) -> None:
     # The option always has a value, its default. Only an explicit --format is an error.
     source = click.get_current_context().get_parameter_source("formats")
     if source is ParameterSource.COMMANDLINE:
         raise click.UsageError("--format cannot be combined with --ray, which writes Parquet files")
+    if not is_address(output):
+        OUTPUT_FOLDER.convert(output, None, click.get_current_context())
 
 
 def _predict_with_ray(

@@ -198,3 +198,6 @@ def test_conflicting_options_of_predict(bundle: Path, tmp_path: Path) -> None:
     formats = CliRunner().invoke(predict, words)
     assert formats.exit_code == 2
     assert "--format cannot be combined with --ray" in formats.stderr
+    folder = CliRunner().invoke(predict, [*words[:3], "-o", "/proc/results"])
+    assert folder.exit_code == 2
+    assert "no file can be created in /proc" in folder.stderr

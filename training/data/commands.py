@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ...model.config.option_types import OUTPUT_FOLDER
+from ...model.exit_signals import exit_on_signals
 from .convert.command import convert
 from .download.commands import download, extract, verify
 from .edit.command import filter_, merge, split
@@ -45,6 +46,8 @@ def _classes_from_text(
 @click.group(commands=[convert, inspect, split, merge, filter_, download, verify, extract])
 def data() -> None:
     """Download, generate, convert, edit and inspect data sets in COCO format."""
+    # So that SIGTERM does not leave partial files.
+    click.get_current_context().with_resource(exit_on_signals())
 
 
 @data.command()

@@ -23,7 +23,7 @@ from ..distributed import Worker
 from .candidate_limit import LimitedImages
 from .coco_metrics import coco_metrics
 from .detections import ImageDetections, image_detections_from
-from .result_files import coco_results_from, write_detections, write_metrics
+from .result_files import coco_results_from, write_results
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,9 @@ class CocoEvaluator:
         Returns:
             Box and mask metrics by name, the same on all ranks. The dictionary is empty if
             `measure` is False.
+
+        Raises:
+            ConfigError: The files cannot be written, for example because the disk is full.
         """
         gathered = self._worker.gather(self._detections)
         limited_images = sum(self._worker.gather(self.limited_images))
@@ -93,13 +96,11 @@ class CocoEvaluator:
             image_ids = {image_id for image_id, _ in detections}
             self._warn(len(image_ids), limited_images)
             results = coco_results_from(detections, self._categories)
-            if folder is not None:
-                write_detections(folder, detections, results)
             if measure:
                 truth = self._dataset.ground_truth(image_ids)
                 metrics = coco_metrics(truth, results, self._dataset.categories, self._evaluator)
-                if folder is not None:
-                    write_metrics(folder, metrics)
+            if folder is not None:
+                write_results(folder, detections, results, metrics)
             if report is not None:
                 from .report import write_report  # matplotlib takes a second
 

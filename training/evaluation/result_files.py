@@ -7,13 +7,19 @@ from typing import Any
 
 import torch
 
+from ...model.atomic_files import atomic_write
 from ...model.bundle.manifest import Category
+from ...model.checkpoint import save_atomically
 from ...model.masks import coco_from_rle
+from ..config import ConfigError
 from .coco_curves import IOU_TYPES, IouType
 from .detections import ImageDetections
 
 # Folder in `output_dir` for files with detections and metrics.
 RESULTS_FOLDER = "inference"
+
+# Metrics in the message of an error.
+_HEADLINES = ("bbox/AP", "bbox/AP50", "segm/AP", "segm/AP50")
 
 
 def coco_results_from(
@@ -41,16 +47,16 @@ def coco_results_from(
     return results
 
 
-def write_detections(
+def write_results(
     folder: Path,
     detections: Sequence[tuple[int, ImageDetections]],
     results: dict[IouType, list[dict[str, Any]]],
+    metrics: dict[str, float],
 ) -> None:
-    """Write detections to `bbox.json`, `segm.json` and `predictions.pth` in a folder.
+    """Write detections and metrics to files in a folder. Each file is replaced atomically.
 
-    Metrics of an earlier evaluation (`coco_results.pth`) are removed. The JSON files contain
-    `results`: the same detections in COCO's results format, from `coco_results_from`.
-    `predictions.pth` is a list with one dictionary per image:
+    `bbox.json` and `segm.json` contain `results`: the detections in COCO's results format, from
+    `coco_results_from`. `predictions.pth` is a list with one dictionary per image:
 
         image_id: Id of the image.
         boxes: [D, 4] float32 xyxy in pixels of the original image.
@@ -58,32 +64,43 @@ def write_detections(
         labels: [D] int64; 1 is the first class.
         masks: D COCO RLE dictionaries (`size`, `counts`).
 
-    `torch.load` can read `predictions.pth` with `weights_only=True`.
+    `coco_results.pth` is a dictionary with the keys `bbox` and `segm`. Each value is a dictionary
+    of metrics by name, such as `AP50`. If there are no metrics, an older file of this name is
+    removed. `torch.load` can read both files with `weights_only=True`.
+
+    Raises:
+        ConfigError: A file cannot be written. The message has the most important metrics.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "coco_results.pth").unlink(missing_ok=True)
-    for iou_type in IOU_TYPES:
-        (folder / f"{iou_type}.json").write_text(json.dumps(results[iou_type]))
-    predictions = [
-        {
-            "image_id": image_id,
-            "boxes": torch.from_numpy(image.boxes),
-            "scores": torch.from_numpy(image.scores),
-            "labels": torch.from_numpy(image.labels),
-            "masks": [coco_from_rle(mask) for mask in image.masks],
-        }
-        for image_id, image in detections
-    ]
-    torch.save(predictions, folder / "predictions.pth")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "coco_results.pth").unlink(missing_ok=True)
+        for iou_type in IOU_TYPES:
+            with atomic_write(folder / f"{iou_type}.json") as file:
+                file.write(json.dumps(results[iou_type]).encode())
+        predictions = [_prediction(*pair) for pair in detections]
+        save_atomically(predictions, folder / "predictions.pth")
+        if metrics:
+            save_atomically(_by_type(metrics), folder / "coco_results.pth")
+    except OSError as error:
+        values = ", ".join(f"{name} {metrics[name]:.4f}" for name in _HEADLINES if name in metrics)
+        raise ConfigError(
+            f"the result files cannot be written to {folder}: {error.strerror or error}; make "
+            f"space, or choose another folder{values and f' (the metrics are {values})'}"
+        ) from error
 
 
-def write_metrics(folder: Path, metrics: dict[str, float]) -> None:
-    """Write metrics to `coco_results.pth` in a folder.
+def _prediction(image_id: int, image: ImageDetections) -> dict[str, Any]:
+    return {
+        "image_id": image_id,
+        "boxes": torch.from_numpy(image.boxes),
+        "scores": torch.from_numpy(image.scores),
+        "labels": torch.from_numpy(image.labels),
+        "masks": [coco_from_rle(mask) for mask in image.masks],
+    }
 
-    The file contains a dictionary with the keys `bbox` and `segm`. Each value is a dictionary of
-    metrics by name, such as `AP50`.
-    """
-    by_type = {
+
+def _by_type(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
+    return {
         iou_type: {
             name.removeprefix(f"{iou_type}/"): value
             for name, value in metrics.items()
@@ -91,4 +108,3 @@ def write_metrics(folder: Path, metrics: dict[str, float]) -> None:
         }
         for iou_type in IOU_TYPES
     }
-    torch.save(by_type, folder / "coco_results.pth")

@@ -41,15 +41,14 @@ def auto(folder: Path, out: Path, overwrite: bool) -> None:
     `maskrcnn data inspect` reports invalid ones.
     """
     from ..coco.dataset import summary_of
-    from .conversion import prepare_files, write_coco_file
+    from .conversion import write_splits
     from .layouts import recognize_layout
 
     layout = recognize_layout(folder)
     click.echo(f"{folder}: {layout.name}")
-    paths = prepare_files(out, layout.splits, overwrite=overwrite)
-    for name, split in layout.splits.items():
-        file = write_coco_file(paths[name], split.content())
-        _report(name, file, split.images)
+    contents = {name: split.content for name, split in layout.splits.items()}
+    for name, file in write_splits(out, contents, overwrite=overwrite).items():
+        _report(name, file, layout.splits[name].images)
         if file.faults:
             click.echo(f"left out of the split {name}: {summary_of(file.faults)}", err=True)
 

@@ -2,10 +2,12 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ....model.atomic_files import atomic_write
 from ....model.bundle.manifest import Category
@@ -88,7 +90,7 @@ def write_coco_files(
     overwrite: bool = False,
     on_image: Callable[[], object] = lambda: None,
 ) -> dict[str, WrittenSplit]:
-    """Convert each split and write it to `<split>.json` atomically.
+    """Convert each split and write it to `<split>.json`, see `write_splits`.
 
     Args:
         dataset: The data set to convert.
@@ -103,32 +105,54 @@ def write_coco_files(
         DataError: An output file exists and `overwrite` is False, or an annotation file cannot be
             read or is invalid.
     """
-    paths = prepare_files(folder, dataset.splits, overwrite=overwrite)
-    return {
-        name: write_coco_file(paths[name], source_content(dataset, split, on_image))
+    contents = {
+        name: partial(source_content, dataset, split, on_image)
         for name, split in dataset.splits.items()
     }
+    return write_splits(folder, contents, overwrite=overwrite)
 
 
-def prepare_files(folder: Path, splits: Iterable[str], *, overwrite: bool) -> dict[str, Path]:
-    """Create the output folder. Return the path of the file to write for each split.
+def write_splits(
+    folder: Path, contents: Mapping[str, Callable[[], SourceContent]], *, overwrite: bool
+) -> dict[str, WrittenSplit]:
+    """Write each split to `<split>.json`. The new files replace older ones after all are complete.
+
+    An error or a signal therefore does not leave files of two different divisions of a data set,
+    whose training and validation images might overlap.
+
+    Args:
+        folder: Output folder. It is created if it does not exist.
+        contents: By name of the split, a function that returns the content of the COCO file.
+        overwrite: Replace existing files.
+
+    Returns:
+        Path and counts of the written file, by name of the split.
 
     Raises:
         DataError: An output file exists and `overwrite` is False.
+        OSError: A file cannot be written.
     """
-    paths = {name: folder / f"{name}.json" for name in splits}
+    paths = {name: folder / f"{name}.json" for name in contents}
     for path in paths.values():
         if path.exists() and not overwrite:
             raise DataError(f"{path} exists; choose another folder, or pass --overwrite")
     folder.mkdir(parents=True, exist_ok=True)
-    return paths
+    with ExitStack() as files:
+        return {
+            name: _write(files.enter_context(atomic_write(paths[name])), paths[name], content())
+            for name, content in contents.items()
+        }
 
 
 def write_coco_file(path: Path, source: SourceContent) -> WrittenSplit:
     """Write the content of a split to a COCO file atomically. Return its path and counts."""
-    content = source.content
     with atomic_write(path) as file:
-        file.write(json.dumps(content).encode())
+        return _write(file, path, source)
+
+
+def _write(file: BinaryIO, path: Path, source: SourceContent) -> WrittenSplit:
+    content = source.content
+    file.write(json.dumps(content).encode())
     crowds = sum(annotation.get("iscrowd") == 1 for annotation in content["annotations"])
     objects = len(content["annotations"]) - crowds
     return WrittenSplit(path, len(content["images"]), objects, crowds, source.faults)

@@ -1,6 +1,7 @@
 """Commands `maskrcnn data split`, `merge` and `filter`."""
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,18 +51,25 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
 
     from ....model.plurals import counted
     from ..coco.dataset import SourceContent, read_coco_file
-    from ..convert.conversion import prepare_files, write_coco_file
-    from .split_merge_filter import split_content
+    from ..convert.conversion import write_splits
+    from .split_merge_filter import has_common_images, split_content
 
     whole = read_coco_file(file)
     parts = split_content(whole, shares)
-    paths = prepare_files(out, parts, overwrite=overwrite)
-    for name, content in parts.items():
-        _report(write_coco_file(paths[name], SourceContent(content, {})))
-        if not content["annotations"]:
+    for name in {"val", "test"} - parts.keys():
+        path = out / f"{name}.json"
+        if path.exists() and not path.samefile(file) and has_common_images(whole, path):
+            raise click.ClickException(
+                f"{path} has some of the same images, probably from an earlier division; delete "
+                f"it, or replace it with --{name} and --overwrite"
+            )
+    contents = {name: partial(SourceContent, content, {}) for name, content in parts.items()}
+    for name, written in write_splits(out, contents, overwrite=overwrite).items():
+        _report(written)
+        if not parts[name]["annotations"]:
             click.echo(
-                f"the new file {paths[name]} has no annotations, because {file} has too few images "
-                "for these shares; change --val or --test",
+                f"the new file {written.path} has no annotations, because {file} has too few "
+                "images for these shares; change --val or --test",
                 err=True,
             )
     kept = sum(len(content["annotations"]) for content in parts.values())

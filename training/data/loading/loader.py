@@ -4,8 +4,8 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from threading import Thread
 from types import TracebackType
 
 import torch
@@ -64,7 +64,7 @@ class BatchLoader:
                 a shape bucket (input size) are unreadable, or a data-loading process died.
         """
         try:
-            for batch in self._batches:
+            for batch in self._iterator():
                 if isinstance(batch, DataError):
                     raise batch
                 self._log_skipped(batch.skipped)
@@ -77,6 +77,17 @@ class BatchLoader:
                 "a data-loading worker died, probably because memory ran out; lower data.workers, "
                 "or add memory (in a container, raise --shm-size)"
             ) from error
+
+    def _iterator(self) -> Iterator[Batch | EncodedBatch | DataError]:
+        """Start the data-loading processes."""
+        handler = signal.getsignal(signal.SIGCHLD)
+        batches = iter(self._batches)
+        # torch has installed a handler that raises an error as soon as a process dies, even in the
+        # middle of an optimiser step. Without it, the error is raised here, when the next batch of
+        # that process is due.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
+        return batches
 
     def _log_skipped(self, reasons: Sequence[str]) -> None:
         for reason in reasons:
@@ -207,7 +218,7 @@ def initialise_worker(_: int) -> None:
     # If the main process ends while it receives a batch, multiprocessing's thread in this process
     # would print a traceback.
     sys.excepthook = _print_unless_disconnected
-    Thread(target=_end_with_sigterm_of, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with_sigterm_of, args=(os.getppid(),), daemon=True).start()
 
 
 def _print_unless_disconnected(

@@ -20,6 +20,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 from pydantic import Field, field_validator
 
+from ....model.atomic_files import atomic_write
 from ....model.config.schema import YamlConfig
 from ....model.masks import Rle, coco_from_rle
 from ...config import DatasetConfig, TrainConfig
@@ -85,6 +86,10 @@ def draw_dataset(
     """
     workers = workers or len(os.sched_getaffinity(0))
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
+    paths = {split: folder / "annotations" / f"{split}.json" for split in ("train", "val")}
+    # An interruption must not leave new images with the annotations of an earlier data set.
+    for path in paths.values():
+        path.unlink(missing_ok=True)
     for split, count in (("train", config.train), ("val", config.val)):
         (folder / split).mkdir(exist_ok=True)
         if overwrite:
@@ -100,7 +105,8 @@ def draw_dataset(
             "annotations": [{"id": n, **a} for n, a in enumerate(annotations, start=1)],
             "categories": [{"id": n, "name": c} for n, c in enumerate(config.classes, start=1)],
         }
-        (folder / "annotations" / f"{split}.json").write_text(json.dumps(content))
+        with atomic_write(paths[split]) as file:
+            file.write(json.dumps(content).encode())
 
 
 def _delete_surplus_images(folder: Path, count: int) -> None:

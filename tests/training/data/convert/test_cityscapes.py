@@ -182,6 +182,21 @@ def test_files_are_replaced_only_with_overwrite(tmp_path: Path) -> None:
     assert json.loads((out / "val.json").read_text())["images"]
 
 
+def test_an_interruption_keeps_the_files_of_all_splits(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_polygons(tmp_path, "bern_1_2", split=split)
+    out = tmp_path / "coco"
+    out.mkdir()
+    for name in ("train.json", "val.json"):
+        (out / name).write_text("mine")
+    calls = iter([None])
+    with pytest.raises(StopIteration):  # at the second image, which is that of `val`
+        write_coco_files(cityscapes(tmp_path), out, overwrite=True, on_image=lambda: next(calls))
+    assert {path.name: path.read_text() for path in out.iterdir()} == {
+        "train.json": "mine", "val.json": "mine",
+    }  # fmt: skip
+
+
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gtFine/train.*gtFine_trainvaltest\.zip"):
         cityscapes(tmp_path)

@@ -211,6 +211,7 @@ def test_parts_are_disjoint_and_have_their_shares(tmp_path: Path) -> None:
     assert "below 1" in refusal("split", file, tmp_path / "x", "--val", 0.5, "--test", 0.5)
     small = {**content, "images": content["images"][:3]}
     file.write_text(json.dumps(small))
+    assert "test.json" in refusal("split", file, tmp_path / "parts", "--overwrite")
     output = call("split", file, tmp_path / "parts", "--test", 0.1, "--overwrite")
     assert "left out: 997 annotations" in output
     assert output.count(" 1 image,") == 3

@@ -185,6 +185,19 @@ def test_a_killed_worker_is_an_error_with_a_remedy(
     killer.join()
 
 
+def test_a_killed_worker_is_noticed_only_when_the_next_batch_is_due(tmp_path: Path) -> None:
+    """torch's handler would raise the error in the middle of a training step."""
+    config = make_config(write_folder(tmp_path, valid_content()), workers=1)
+    batches = iter(train_loader(CocoDataset(config.data.train), config))
+    next(batches)
+    _kill_first_child()
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:  # a step
+        sum(range(1000))
+    with pytest.raises(DataError, match="worker died"):
+        list(batches)
+
+
 def _kill_first_child() -> None:
 
     while not (children := multiprocessing.active_children()):
