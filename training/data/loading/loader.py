@@ -85,7 +85,8 @@ class BatchLoader:
         # torch has installed a handler that raises an error as soon as a process dies, even in the
         # middle of an optimiser step. Without it, the error is raised here, when the next batch of
         # that process is due.
-        if threading.current_thread() is threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and handler is not None:
             signal.signal(signal.SIGCHLD, handler)
         return batches
 
