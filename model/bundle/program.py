@@ -106,15 +106,16 @@ def load_exported_program(path: Path, device: torch.device) -> ExportedProgram:
     """Load an exported program onto a device.
 
     Raises:
-        BundleError: the file is damaged, or was written by another version of torch.
+        BundleError: the file is damaged, or was written by another version of torch or of this
+            package.
     """
     with ignore_torch_warnings():
         try:
             program = torch.export.load(path)
         except Exception as error:  # a damaged file fails in many ways
             raise BundleError(
-                f"{path} is damaged, or was written by another version of torch; export the bundle "
-                "again"
+                f"{path} is damaged, or was written by another version of torch or maskrcnn-trt; "
+                "export the bundle again"
             ) from error
         return move_to_device_pass(program, str(device))
 
