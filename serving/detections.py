@@ -1,5 +1,6 @@
 """Detections of one image with their timing, and the options of a request."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -23,9 +24,6 @@ _PROTOCOL_OF_BUFFERS: Final = 5
 # EXIF rotation, P >= 3, clockwise, without repeating the first point. Holes count as filled. Parts
 # within a hole have their own outline. An empty mask has no outlines.
 Outlines = tuple[NDArray[np.float32], ...]
-
-# Largest number that each field of a request can hold.
-_MAX_INT32: Final = 2**31 - 1
 
 # Priority levels, the most urgent first.
 PRIORITIES = (1, 2, 3)
@@ -87,9 +85,9 @@ class DetectionOptions:
             raise InvalidRequestError(
                 f"score_threshold is {self.score_threshold}; it must be in 0..1"
             )
-        if self.max_detections is not None and not 1 <= self.max_detections <= _MAX_INT32:
+        if self.max_detections is not None and self.max_detections < 1:
             raise InvalidRequestError(
-                f"max_detections is {self.max_detections}; it must be in 1..{_MAX_INT32}"
+                f"max_detections is {self.max_detections}; it must be at least 1"
             )
         try:
             object.__setattr__(self, "mask_format", MaskFormat(self.mask_format))
@@ -130,9 +128,9 @@ class SchedulingOptions:
                 f"priority is {self.priority}; it must be one of "
                 f"{', '.join(map(str, PRIORITIES))}, where 1 is the most urgent"
             )
-        if self.timeout_s is not None and not 0 < self.timeout_s <= _MAX_INT32:
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise InvalidRequestError(
-                f"the timeout is {self.timeout_s} s; it must be above 0 and at most {_MAX_INT32}"
+                f"the timeout is {self.timeout_s} s; it must be above 0 and finite"
             )
 
 

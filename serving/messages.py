@@ -41,21 +41,29 @@ _MASK_FORMAT_FROM_NUMBER = {
 # Tag of the field `response`. Wire type 2 is length-delimited, as for any message.
 _RESPONSE_TAG = bytes([pb.DetectStreamResponse.RESPONSE_FIELD_NUMBER << 3 | 2])
 
+# Largest timeout in a request (31 years), and largest value of the field `max_detections`.
+_MAX_TIMEOUT_S, _MAX_UINT32 = 1e9, 2**32 - 1
+
 
 def request_from_options(
     image: bytes, options: DetectionOptions, scheduling: SchedulingOptions, request_id: str
 ) -> pb.DetectRequest:
     """Return the `DetectRequest` for `image`, the content of a JPEG, PNG or WebP file."""
-    timeout_s = scheduling.timeout_s
+    timeout_us, maximum = None, options.max_detections
+    # Numbers above the limits would not fit into the fields. They mean the same as the limits.
+    if scheduling.timeout_s is not None:
+        timeout_us = max(1, round(min(scheduling.timeout_s, _MAX_TIMEOUT_S) * 1e6))
+    if maximum is not None:
+        maximum = min(maximum, _MAX_UINT32)
     return pb.DetectRequest(
         id=request_id,
         image=image,
         score_threshold=options.score_threshold,
-        max_detections=options.max_detections,
+        max_detections=maximum,
         mask_format=_NUMBER_FROM_MASK_FORMAT[options.mask_format],
         precision=scheduling.precision,
         priority=scheduling.priority,
-        timeout_us=None if timeout_s is None else max(1, round(timeout_s * 1e6)),
+        timeout_us=timeout_us,
         model=scheduling.model,
     )
 

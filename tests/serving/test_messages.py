@@ -1,14 +1,22 @@
-"""Serialised responses equal those that protobuf writes."""
+"""Serialised responses equal those that protobuf writes, and requests hold any options."""
 
 import numpy as np
 import pytest
 
 from maskrcnn_trt.model.masks import Rle
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
-from maskrcnn_trt.serving.detections import Detections, MaskFormat, TimedResponse, Timing
+from maskrcnn_trt.serving.detections import (
+    DetectionOptions,
+    Detections,
+    MaskFormat,
+    SchedulingOptions,
+    TimedResponse,
+    Timing,
+)
 from maskrcnn_trt.serving.messages import (
     detections_from_response,
     encode_detections,
+    request_from_options,
     response_bytes,
     stream_response_bytes,
 )
@@ -51,6 +59,15 @@ def test_responses_are_the_bytes_of_protobuf(
     assert response == message.SerializeToString()
     stream_message = pb.DetectStreamResponse(id=request_id, response=message)
     assert stream_response_bytes(response, request_id) == stream_message.SerializeToString()
+
+
+def test_huge_options_fit_into_a_request() -> None:
+    options = DetectionOptions(max_detections=2**64)
+    for timeout_s in (1e308, 10**400):
+        scheduling = SchedulingOptions(timeout_s=timeout_s)
+        request = request_from_options(b"image", options, scheduling, "id")
+        assert request.max_detections == 2**32 - 1
+        assert request.timeout_us == 10**15
 
 
 def test_an_empty_response_is_present_in_its_stream_message() -> None:
