@@ -38,8 +38,8 @@ def check_output_folder(bundle: Path) -> None:
 
     Raises:
         BundleError: the folder holds files that do not belong to a bundle (exported model), is a
-            mount point, or is or contains the current working folder. Or the path is not a valid
-            path, or that of a file.
+            mount point, or is or contains the current working folder. Or `bundle` is a file, or not
+            a valid path.
     """
     try:
         resolved = bundle.resolve()

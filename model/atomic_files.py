@@ -53,14 +53,19 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             os.close(descriptor)
 
 
-def check_creatable(path: Path) -> None:
+def check_creatable(path: Path, suffix: str = "") -> None:
     """Check that a file or folder can be created or replaced at a path, without doing so.
 
     If `path` is a folder already, check that files can be created in it.
 
+    Args:
+        path: The path to check.
+        suffix: Required end of the name, such as `.html`, so that a mistake cannot overwrite, for
+            example, a checkpoint. Pipes and devices may have any name.
+
     Raises:
         OSError: It cannot be created. `strerror` names the existing folder or file that prevents
-            it, and `filename` is `path`.
+            it, or the fault of the name, and `filename` is `path`.
     """
     try:
         is_name = b"\0" not in os.fsencode(path)
@@ -81,6 +86,8 @@ def check_creatable(path: Path) -> None:
     except OSError as error:
         reason = f"no file can be created in {existing} ({error.strerror})"
         raise OSError(error.errno, reason, str(path)) from None
+    if not path.name.lower().endswith(suffix):
+        raise OSError(errno.EINVAL, f"the name does not end in {suffix}", str(path))
 
 
 def _is_written_directly(path: Path) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,15 +15,16 @@ def exit_on_signals() -> Iterator[Callable[[], None]]:
 
     The exit status is 128 + signal number. After the first signal, further signals are ignored.
     A signal that is already ignored, as under `nohup`, or that already has a handler, is left
-    unchanged, also by the yielded function.
+    unchanged, also by the yielded function. So are all signals if this is not the main thread.
 
     Yields:
         Function that makes the process ignore both signals, for example during clean-up.
     """
+    is_main = threading.current_thread() is threading.main_thread()
     numbers = [
         number
         for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) == signal.SIG_DFL
+        if is_main and signal.getsignal(number) == signal.SIG_DFL
     ]
 
     def handle_with(handler: Any) -> None:

@@ -317,7 +317,6 @@ def _detections(
         fn_constructor_kwargs=detector,
         num_gpus=1 if gpus else None,
         num_cpus=None if gpus else 1,
-        # Without these limits, an image that kills its process would be tried forever.
-        max_restarts=_MAX_RETRIES,
+        # Without a limit, an image that kills its process would be tried forever.
         max_task_retries=_MAX_RETRIES,
     )

@@ -105,7 +105,7 @@ class TrainingLoop:
             DataError: An image is unreadable and `data.on_broken` is "refuse", or all images of a
                 shape bucket (input size) are unreadable. If a training batch cannot be loaded after
                 the first step, a run with one rank writes a checkpoint before it raises the error.
-            ConfigError: A tracker cannot start.
+            ConfigError: A tracker cannot start, or a result file cannot be written.
             DivergenceError: A loss or a weight is not finite, or the fp16 loss scale is too small.
             GpuMemoryError: A step or an evaluation needs more memory than the GPU has.
             TrainingInterrupted: SIGINT or SIGTERM ended the run. A checkpoint was written.

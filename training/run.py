@@ -125,7 +125,12 @@ def evaluate_loaded(
     """
     create_output_folder(config.output_dir)
     if report is not None:
-        _check_report(report)
+        try:
+            check_creatable(report, ".html")
+        except OSError as error:
+            raise ConfigError(
+                f"the report {report}: {error.strerror}; choose another path"
+            ) from None
     set_arithmetic(config)
     with terminal_progress(rank) as progress:
         if rank.is_main:
@@ -133,21 +138,6 @@ def evaluate_loaded(
         validation = Validation(config, checkpoint.categories, rank)
         model = replace(checkpoint, model_config=config.model).build_model()
         return validation.measure(model.to(rank.device), progress, report)
-
-
-def _check_report(path: Path) -> None:
-    """Raise `ConfigError` unless a report can be written to a path.
-
-    The name must end in `.html`, so that a mistake cannot overwrite, for example, the checkpoint.
-    """
-    problem = "its name does not end in .html"
-    if path.name.lower().endswith(".html"):
-        try:
-            check_creatable(path)
-            return
-        except OSError as error:
-            problem = str(error.strerror)
-    raise ConfigError(f"the report cannot be written to {path}: {problem}; choose another path")
 
 
 def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dict[str, float]]:

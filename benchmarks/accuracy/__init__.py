@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from ...model.atomic_files import atomic_write
 from ...model.bundle.manifest import MANIFEST_NAME, Precision
 from ...model.config.option_types import HTML_FILE, JSON_FILE, OUTPUT_FOLDER
 from ...model.plurals import counted
 from ...serving.config import BackendName
 from ...training.config import EvaluatorName
+from ...training.solver_config import MAX_BATCH
 
 if TYPE_CHECKING:
     from .measure import BundleEvaluation, ValidationSet
@@ -45,7 +45,7 @@ _KEYS = {"evaluator": "evaluator", "batch": "images_per_batch"}
     help="Precision of a bundle. Default: as `maskrcnn serve` selects it.",
 )  # fmt: skip
 @click.option(
-    "--batch", type=click.IntRange(1),
+    "--batch", type=click.IntRange(1, MAX_BATCH),
     help="Maximum images per batch; sets evaluation.images_per_batch.",
 )  # fmt: skip
 @click.option(
@@ -135,8 +135,9 @@ def _evaluate_checkpoint(
         )
     loaded = checkpoint_from_reference(reference)
     config = load_evaluation_config(source, (*overrides, *_overrides_from(given)), loaded)
-    if config.data.val is not None:
-        _check_json(json_path, config.data.val.annotations)
+    for dataset in (config.data.val, config.data.train, *config.data.extra_train):
+        if dataset is not None:
+            _check_json(json_path, dataset.annotations)
     with worker(config.device) as own:
         metrics = evaluate_loaded(loaded, config, own, given.get("report"))
         if own.is_main:
@@ -306,14 +307,13 @@ def _name_report(given: Mapping[str, Any]) -> None:
 
 
 def _check_json(path: Path | None, annotations: Path) -> None:
-    """Raise a usage error if the option --json would overwrite the annotation file."""
+    """Raise a usage error if the option --json would overwrite an annotation file."""
     if path is not None and path.exists() and annotations.exists() and path.samefile(annotations):
-        raise click.UsageError(f"--json {path} is the annotation file; choose another name")
+        raise click.UsageError(f"--json {path} is an annotation file; choose another name")
 
 
 def _write_json(path: Path | None, content: Mapping[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as file:
-            file.write(json.dumps(content, indent=2).encode() + b"\n")
+        path.write_text(json.dumps(content, indent=2) + "\n")
         click.echo(f"the metrics are in {path}")

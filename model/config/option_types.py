@@ -31,8 +31,7 @@ class _OutputPath(click.Path):
         """Create the type.
 
         Args:
-            suffix: required end of the name of a file, such as ".html". Devices and pipes may have
-                any name. A typing error then cannot overwrite, for example, a checkpoint.
+            suffix: required end of the name; see `check_creatable`.
             options: arguments of `click.Path`.
         """
         super().__init__(**options)
@@ -42,12 +41,9 @@ class _OutputPath(click.Path):
         """Return the path. Raise a usage error unless it can be created or replaced."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         try:
-            check_creatable(path)
+            check_creatable(path, self._suffix)
         except OSError as error:
             self.fail(f"{path}: {error.strerror}; choose another path", param, ctx)
-        is_file = path.is_file() or not path.exists()
-        if is_file and not path.name.lower().endswith(self._suffix):
-            self.fail(f"{path} does not end in {self._suffix}; choose another name", param, ctx)
         return path
 
 

@@ -3,7 +3,16 @@ from pathlib import Path
 
 import pytest
 
-from maskrcnn_trt.model.atomic_files import atomic_write
+from maskrcnn_trt.model.atomic_files import atomic_write, check_creatable
+
+
+@pytest.mark.parametrize("name", ["model.pth", "html", "a.html.bak", "a\0.html", "\ud800.html"])
+def test_other_names_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OSError, match="name"):
+        check_creatable(tmp_path / name, ".html")
+    check_creatable(tmp_path / "A.HTML", ".html")
+    for device in ("/dev/null", "/dev/stdout"):
+        check_creatable(Path(device), ".html")
 
 
 @pytest.mark.parametrize("durable", [True, False])

@@ -176,6 +176,6 @@ def test_wrong_arguments_raise_before_the_work(tiny_config: Path, tmp_path: Path
     train(load_tiny(tiny_config, tmp_path / "run", "solver.max_iterations=1"))
     checkpoint.write_bytes((tmp_path / "run" / "model_final.pth").read_bytes())
     for report in (checkpoint, tmp_path, "/proc/report.html", "a\0.html"):
-        with pytest.raises(ConfigError, match="the report cannot be written"):
+        with pytest.raises(ConfigError, match=r"the report .*; choose another path"):
             evaluate_checkpoint(checkpoint, tiny_config, (), report)
     load_checkpoint(checkpoint)

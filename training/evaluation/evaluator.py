@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +15,7 @@ from ...model.bundle.manifest import Category
 from ...model.losses import LOSS_NAMES, LossTerms
 from ...model.mask_rcnn import MaskRCNN
 from ...model.plurals import counted
-from ..config import EvaluatorName
+from ..config import ConfigError, EvaluatorName
 from ..data.coco.dataset import CocoDataset
 from ..data.loading.batches import Batch, EncodedBatch
 from ..data.loading.device_batches import prefetch_batches
@@ -23,9 +23,12 @@ from ..distributed import Worker
 from .candidate_limit import LimitedImages
 from .coco_metrics import coco_metrics
 from .detections import ImageDetections, image_detections_from
-from .result_files import coco_results_from, write_results
+from .result_files import coco_results_from, write_detections, write_metrics
 
 logger = logging.getLogger(__name__)
+
+# Metrics in the message of an error.
+_HEADLINES = ("bbox/AP", "bbox/AP50", "segm/AP", "segm/AP50")
 
 
 class CocoEvaluator:
@@ -83,7 +86,8 @@ class CocoEvaluator:
             `measure` is False.
 
         Raises:
-            ConfigError: The files cannot be written, for example because the disk is full.
+            ConfigError: A file cannot be written, for example because the disk is full. The other
+                files are written nevertheless. The message has the most important metrics.
         """
         gathered = self._worker.gather(self._detections)
         limited_images = sum(self._worker.gather(self.limited_images))
@@ -96,15 +100,21 @@ class CocoEvaluator:
             image_ids = {image_id for image_id, _ in detections}
             self._warn(len(image_ids), limited_images)
             results = coco_results_from(detections, self._categories)
+            errors = []
+            if folder is not None:
+                errors += _errors_of(write_detections, folder, detections, results)
             if measure:
                 truth = self._dataset.ground_truth(image_ids)
                 metrics = coco_metrics(truth, results, self._dataset.categories, self._evaluator)
-            if folder is not None:
-                write_results(folder, detections, results, metrics)
+                if folder is not None:
+                    errors += _errors_of(write_metrics, folder, metrics)
             if report is not None:
                 from .report import write_report  # matplotlib takes a second
 
-                write_report(report, self._dataset, results["segm"], metrics, image_ids)
+                content = self._dataset, results["segm"], metrics, image_ids
+                errors += _errors_of(write_report, report, *content)
+            if errors:
+                raise ConfigError(_message_of(errors[0], folder or report, metrics))
         shared: dict[str, float] = self._worker.from_main(metrics)
         return shared
 
@@ -211,6 +221,23 @@ def _evaluating(model: MaskRCNN) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _errors_of(write: Callable[..., None], *arguments: object) -> list[OSError]:
+    """Call a function that writes files. Return its OSError, if it raises one, in a list."""
+    try:
+        write(*arguments)
+    except OSError as error:
+        return [error]
+    return []
+
+
+def _message_of(error: OSError, path: Path | None, metrics: dict[str, float]) -> str:
+    values = ", ".join(f"{name} {metrics[name]:.4f}" for name in _HEADLINES if name in metrics)
+    return (
+        f"a result file cannot be written to {path}: {error.strerror or error}; make space, or "
+        f"choose another folder{values and f' (the metrics are {values})'}"
+    )
 
 
 def _add(evaluator: CocoEvaluator, pasted: Future[list[tuple[int, ImageDetections]]]) -> None:

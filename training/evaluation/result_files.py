@@ -11,15 +11,11 @@ from ...model.atomic_files import atomic_write
 from ...model.bundle.manifest import Category
 from ...model.checkpoint import save_atomically
 from ...model.masks import coco_from_rle
-from ..config import ConfigError
 from .coco_curves import IOU_TYPES, IouType
 from .detections import ImageDetections
 
 # Folder in `output_dir` for files with detections and metrics.
 RESULTS_FOLDER = "inference"
-
-# Metrics in the message of an error.
-_HEADLINES = ("bbox/AP", "bbox/AP50", "segm/AP", "segm/AP50")
 
 
 def coco_results_from(
@@ -47,15 +43,15 @@ def coco_results_from(
     return results
 
 
-def write_results(
+def write_detections(
     folder: Path,
     detections: Sequence[tuple[int, ImageDetections]],
     results: dict[IouType, list[dict[str, Any]]],
-    metrics: dict[str, float],
 ) -> None:
-    """Write detections and metrics to files in a folder. Each file is replaced atomically.
+    """Write detections to `bbox.json`, `segm.json` and `predictions.pth` in a folder.
 
-    `bbox.json` and `segm.json` contain `results`: the detections in COCO's results format, from
+    Each file is replaced atomically. Metrics of an earlier evaluation (`coco_results.pth`) are
+    removed. The JSON files contain `results`: the same detections in COCO's results format, from
     `coco_results_from`. `predictions.pth` is a list with one dictionary per image:
 
         image_id: Id of the image.
@@ -64,43 +60,39 @@ def write_results(
         labels: [D] int64; 1 is the first class.
         masks: D COCO RLE dictionaries (`size`, `counts`).
 
-    `coco_results.pth` is a dictionary with the keys `bbox` and `segm`. Each value is a dictionary
-    of metrics by name, such as `AP50`. If there are no metrics, an older file of this name is
-    removed. `torch.load` can read both files with `weights_only=True`.
+    `torch.load` can read `predictions.pth` with `weights_only=True`.
 
     Raises:
-        ConfigError: A file cannot be written. The message has the most important metrics.
+        OSError: A file cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "coco_results.pth").unlink(missing_ok=True)
-        for iou_type in IOU_TYPES:
-            with atomic_write(folder / f"{iou_type}.json") as file:
-                file.write(json.dumps(results[iou_type]).encode())
-        predictions = [_prediction(*pair) for pair in detections]
-        save_atomically(predictions, folder / "predictions.pth")
-        if metrics:
-            save_atomically(_by_type(metrics), folder / "coco_results.pth")
-    except OSError as error:
-        values = ", ".join(f"{name} {metrics[name]:.4f}" for name in _HEADLINES if name in metrics)
-        raise ConfigError(
-            f"the result files cannot be written to {folder}: {error.strerror or error}; make "
-            f"space, or choose another folder{values and f' (the metrics are {values})'}"
-        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "coco_results.pth").unlink(missing_ok=True)
+    for iou_type in IOU_TYPES:
+        with atomic_write(folder / f"{iou_type}.json") as file:
+            file.write(json.dumps(results[iou_type]).encode())
+    predictions = [
+        {
+            "image_id": image_id,
+            "boxes": torch.from_numpy(image.boxes),
+            "scores": torch.from_numpy(image.scores),
+            "labels": torch.from_numpy(image.labels),
+            "masks": [coco_from_rle(mask) for mask in image.masks],
+        }
+        for image_id, image in detections
+    ]
+    save_atomically(predictions, folder / "predictions.pth")
 
 
-def _prediction(image_id: int, image: ImageDetections) -> dict[str, Any]:
-    return {
-        "image_id": image_id,
-        "boxes": torch.from_numpy(image.boxes),
-        "scores": torch.from_numpy(image.scores),
-        "labels": torch.from_numpy(image.labels),
-        "masks": [coco_from_rle(mask) for mask in image.masks],
-    }
+def write_metrics(folder: Path, metrics: dict[str, float]) -> None:
+    """Write metrics to `coco_results.pth` in a folder.
 
+    The file contains a dictionary with the keys `bbox` and `segm`. Each value is a dictionary of
+    metrics by name, such as `AP50`.
 
-def _by_type(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
-    return {
+    Raises:
+        OSError: The file cannot be written.
+    """
+    by_type = {
         iou_type: {
             name.removeprefix(f"{iou_type}/"): value
             for name, value in metrics.items()
@@ -108,3 +100,4 @@ def _by_type(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
         }
         for iou_type in IOU_TYPES
     }
+    save_atomically(by_type, folder / "coco_results.pth")

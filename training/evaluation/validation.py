@@ -85,6 +85,7 @@ class Validation:
             `evaluation.skip_eval` is set.
 
         Raises:
+            ConfigError: A result file cannot be written.
             GpuMemoryError: A batch needs more memory than the GPU has.
         """
         config, worker = self._config, self._worker

@@ -20,7 +20,7 @@ from maskrcnn_trt.model.config.schema import (
 )
 from maskrcnn_trt.model.mask_rcnn import MaskRCNN
 from maskrcnn_trt.model.masks import rle_from_mask
-from maskrcnn_trt.training.config import DataConfig, DatasetConfig, TrainConfig
+from maskrcnn_trt.training.config import ConfigError, DataConfig, DatasetConfig, TrainConfig
 from maskrcnn_trt.training.data.coco.dataset import CocoDataset
 from maskrcnn_trt.training.data.coco.segmentation_masks import mask_from_segmentation
 from maskrcnn_trt.training.data.loading.loader import eval_loader
@@ -119,6 +119,17 @@ def test_no_detections_are_zero(dataset: CocoDataset, tmp_path: Path) -> None:
     assert metrics["bbox/AP"] == metrics["segm/AP50"] == metrics["segm/AP/ring"] == 0
     for name in ("bbox.json", "segm.json"):
         assert json.loads((tmp_path / name).read_text()) == []
+
+
+def test_a_file_that_cannot_be_written_loses_neither_metrics_nor_other_files(
+    dataset: CocoDataset, tmp_path: Path
+) -> None:
+    (tmp_path / "predictions.pth").mkdir()  # a file cannot replace it
+    report = tmp_path / "report.html"
+    with pytest.raises(ConfigError, match=r"Is a directory.*bbox/AP -1.*segm/AP -1"):
+        _evaluator(dataset).evaluate(tmp_path, report=report)
+    names = {"bbox.json", "segm.json", "coco_results.pth", "report.html", "predictions.pth"}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Write COCO annotation files for a data set of another format."""
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -104,6 +105,7 @@ def write_coco_files(
     Raises:
         DataError: An output file exists and `overwrite` is False, or an annotation file cannot be
             read or is invalid.
+        OSError: A file cannot be written.
     """
     contents = {
         name: partial(source_content, dataset, split, on_image)
@@ -117,8 +119,9 @@ def write_splits(
 ) -> dict[str, WrittenSplit]:
     """Write each split to `<split>.json`. The new files replace older ones after all are complete.
 
-    An error or a signal therefore does not leave files of two different divisions of a data set,
-    whose training and validation images might overlap.
+    Otherwise, an error or a signal could leave files of two different divisions of a data set,
+    whose training and validation images might overlap. Only an interruption between the final
+    renames can.
 
     Args:
         folder: Output folder. It is created if it does not exist.
@@ -153,6 +156,9 @@ def write_coco_file(path: Path, source: SourceContent) -> WrittenSplit:
 def _write(file: BinaryIO, path: Path, source: SourceContent) -> WrittenSplit:
     content = source.content
     file.write(json.dumps(content).encode())
+    # Nothing but the rename is left to fail.
+    file.flush()
+    os.fsync(file.fileno())
     crowds = sum(annotation.get("iscrowd") == 1 for annotation in content["annotations"])
     objects = len(content["annotations"]) - crowds
     return WrittenSplit(path, len(content["images"]), objects, crowds, source.faults)

@@ -56,9 +56,11 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
 
     whole = read_coco_file(file)
     parts = split_content(whole, shares)
-    for name in {"val", "test"} - parts.keys():
+    for name in ("val", "test"):
         path = out / f"{name}.json"
-        if path.exists() and not path.samefile(file) and has_common_images(whole, path):
+        if name in parts or not path.exists():
+            continue
+        if not path.samefile(file) and has_common_images(whole, path):
             raise click.ClickException(
                 f"{path} has some of the same images, probably from an earlier division; delete "
                 f"it, or replace it with --{name} and --overwrite"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ....model.config.option_types import OUTPUT_FILE
+from ....model.config.option_types import JSON_FILE, OUTPUT_FILE
 
 if TYPE_CHECKING:
     from ..convert.layouts import LayoutSplit
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @click.option(
     "--json",
     "json_path",
-    type=OUTPUT_FILE,
+    type=JSON_FILE,
     help="Also write the report, with all findings, to this file.",
 )
 @click.option(

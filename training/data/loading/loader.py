@@ -64,7 +64,7 @@ class BatchLoader:
                 a shape bucket (input size) are unreadable, or a data-loading process died.
         """
         try:
-            for batch in self._iterator():
+            for batch in self._start():
                 if isinstance(batch, DataError):
                     raise batch
                 self._log_skipped(batch.skipped)
@@ -78,13 +78,13 @@ class BatchLoader:
                 "or add memory (in a container, raise --shm-size)"
             ) from error
 
-    def _iterator(self) -> Iterator[Batch | EncodedBatch | DataError]:
-        """Start the data-loading processes."""
+    def _start(self) -> Iterator[Batch | EncodedBatch | DataError]:
+        """Start the data-loading processes, and return an iterator over their batches."""
         handler = signal.getsignal(signal.SIGCHLD)
         batches = iter(self._batches)
-        # torch has installed a handler that raises an error as soon as a process dies, even in the
-        # middle of an optimiser step. Without it, the error is raised here, when the next batch of
-        # that process is due.
+        # For the first `DataLoader` of a process, torch installs a handler that raises an error as
+        # soon as a data-loading process dies, even in the middle of an optimiser step. Without this
+        # handler, the iterator raises the error when the next batch of that process is due.
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and handler is not None:
             signal.signal(signal.SIGCHLD, handler)

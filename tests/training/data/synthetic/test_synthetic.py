@@ -214,6 +214,16 @@ def test_command_draws_a_data_set(tmp_path: Path) -> None:
     assert images == {"000000.jpg", "000001.jpg", photo.name}
 
 
+def test_an_interruption_leaves_no_annotations_of_other_images(tmp_path: Path) -> None:
+    config = SyntheticConfig(train=2, val=1, width=96, height=64)
+    draw_dataset(tmp_path, config)
+    with pytest.raises(StopIteration):
+        draw_dataset(
+            tmp_path, config.model_copy(update={"seed": 7}), on_image=lambda: next(iter(()))
+        )
+    assert not list((tmp_path / "annotations").iterdir())
+
+
 def test_one_allowed_core_means_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
