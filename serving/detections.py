@@ -55,11 +55,15 @@ class MaskFormat(Enum):
     POLYGON = "polygon"
 
 
+def has_type(value: object, classes: tuple[type, ...]) -> bool:
+    """Return whether a value is an instance of one of the classes. Booleans are not numbers."""
+    return isinstance(value, classes) and not isinstance(value, bool)
+
+
 def _check_types(options: object, fields: _Fields) -> None:
     values = vars(options)
     for name, description, classes in fields:
-        # Python's booleans are integers.
-        if isinstance(values[name], bool) or not isinstance(values[name], classes):
+        if not has_type(values[name], classes):
             raise InvalidRequestError(f"{name} is {values[name]!r}; it must be {description}")
 
 
@@ -137,9 +141,9 @@ class SchedulingOptions:
 DEFAULT_SCHEDULING = SchedulingOptions()
 
 
-def check_count(name: str, value: object) -> None:
+def check_count(name: str, value: int) -> None:
     """Raise ValueError unless the argument `name` is an integer of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+    if not has_type(value, (int, Integral)) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be an integer of 1 or more")
 
 

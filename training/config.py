@@ -179,7 +179,7 @@ class EvaluationConfig(YamlConfig):
                     "segm/M, where M is AP, AP50, AP75, APs, APm, APl, AR1, AR10, AR100, ARs, ARm, "
                     "ARl or AP/CLASS"
                 )
-            if not self.expected[name] <= 1:
+            if self.expected[name] > 1:
                 raise ValueError(
                     f"the key `expected` has {name}: {self.expected[name]}; metrics are in 0..1, "
                     "not in percent"

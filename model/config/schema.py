@@ -20,11 +20,13 @@ PYRAMID_STRIDES = (4, 8, 16, 32, 64)
 # Maximum number of boxes in one NMS on a GPU. This is a copy of `MAX_BOXES` in `plugins/nms_keep`,
 # because importing that package imports torch.
 _MAX_NMS_BOXES = 16384
-# Limits far above all sensible values: a model with a typing error in such a number would need more
-# memory than any machine has. Channels or width of a fully connected layer; convolutions one after
-# the other; cells of a pooled RoI, or samples of a cell, per side; side of a cropped mask;
-# candidates or detections per image.
-_MAX_WIDTH, _MAX_DEPTH, _MAX_CELLS, _MAX_MASK, _MAX_BOXES = 65536, 64, 128, 4096, 2**20
+# Limits far above all sensible values. A model with a typing error in such a number would need more
+# memory than any machine has.
+_MAX_WIDTH = 65536  # channels, width of a fully connected layer, or classes
+_MAX_DEPTH = 64  # convolutions one after the other
+_MAX_CELLS = 128  # cells of a pooled RoI, or samples of a cell, along a side
+_MAX_MASK = 4096  # side of a cropped mask
+_MAX_BOXES = 2**20  # candidates, proposals or detections per image
 
 _Positive = Annotated[float, Field(gt=0)]
 

@@ -18,16 +18,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..runtime.arguments import HALF_TYPES, kernel_argument
+from ..runtime.launching import common_device
 from .fastest import run_fastest
 from .library_operations import gemm_convolution
 from .operation import empty_pointwise_output, pixel_matrix
 
 # Minimum number of channels of each map.
 _MIN_CHANNELS = 64
-# Maximum numbers of channels of the inputs, between the two convolutions, and after the second one;
-# the last also for a shortcut with a convolution. With more channels, separate kernels are faster,
-# or the fused kernel needs too much shared memory.
-_MAX_INPUTS, _MAX_OUTPUTS, _MAX_REDUCED, _MAX_REDUCED_WITH_SHORTCUT = 128, 512, 256, 128
+# Maximum numbers of channels. With more channels, separate kernels are faster, or the fused kernel
+# needs too much shared memory.
+_MAX_INPUTS = 128  # inputs of the last convolution, and of the shortcut's
+_MAX_OUTPUTS = 512  # outputs of the residual block
+_MAX_REDUCED = 256  # outputs of the next block's first convolution
+_MAX_REDUCED_WITH_SHORTCUT = 128  # the same, if the shortcut has a convolution
 
 # Compute capability on which the fused kernel was measured, and is always the fastest.
 _MEASURED_CAPABILITY = (9, 0)
@@ -91,9 +94,8 @@ def block_transition(
         [B, M, H, W]. On a GPU both are channels-last.
 
     Raises:
-        ValueError: on a GPU, an argument has another dtype or shape than documented, or is on
-            another device than `images`. Or only one of `shortcut_weight` and `shortcut_bias` is
-            given.
+        ValueError: on a GPU, an argument has another dtype or shape than documented, the arguments
+            are on several devices, or only one of `shortcut_weight` and `shortcut_bias` is given.
     """
     if shortcut_weight is not None:
         shortcut = F.conv2d(shortcut, shortcut_weight, shortcut_bias)
@@ -159,7 +161,7 @@ def _(
     if torch.cuda.get_device_capability(images.device) != _MEASURED_CAPABILITY:
         implementations.append(separate)
     shapes = [(name, tuple(matrix.shape)) for name, matrix in matrices.items()]
-    key = "block_transition", images.dtype, shapes, tuple(map(tuple, candidates))
+    key = "block_transition", images.dtype, shapes, candidates
     with torch.cuda.device(images.device):
         return run_fastest(key, implementations)
 
@@ -175,8 +177,8 @@ def _matrices(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     aligned.
 
     Raises:
-        ValueError: a tensor has another dtype or shape than documented, or is on another device
-            than the images.
+        ValueError: a tensor has another dtype or shape than documented, or the tensors are on
+            several devices.
     """
     images = inputs["images"]
     batch, channels, rows, columns = images.shape
@@ -192,13 +194,9 @@ def _matrices(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "next_weight": (reduced, outputs, 1, 1),
         "next_bias": (reduced,),
     }
+    common_device("block_transition", inputs.values())
     matrices = {}
     for name, tensor in inputs.items():
-        if tensor.device != images.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, but images are on {images.device}; move both to "
-                "one device"
-            )
         is_map = name in ("images", "shortcut")
         matrix = tensor.permute(0, 2, 3, 1) if is_map else tensor
         matrix = kernel_argument(name, matrix, images.dtype, shapes[name])

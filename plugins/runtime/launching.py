@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def launch_kernel(
     """
     if 0 in launch.grid:
         return
-    device = _device_of(kernel, (*inputs, *outputs))
+    device = common_device(kernel.name, (*inputs, *outputs))
     pointers = [tensor.data_ptr() for tensor in (*inputs, *outputs)]
     values = (*pointers[: len(inputs)], *launch.scalars, *pointers[len(inputs) :])
     types = (
@@ -65,13 +65,16 @@ def shared_memory_limit(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-def _device_of(kernel: Kernel, tensors: Sequence[Tensor]) -> torch.device:
+def common_device(kernel: str, tensors: Iterable[Tensor]) -> torch.device:
+    """Return the device of all tensors of the kernel with the name `kernel`.
+
+    Raises:
+        ValueError: the tensors are on several devices.
+    """
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(
-            f"kernel {kernel.name} needs all its tensors on one device, not on {names}"
-        )
+        raise ValueError(f"kernel {kernel} needs all its tensors on one device, not on {names}")
     return devices.pop()
 
 

@@ -17,6 +17,7 @@ from ...protos.maskrcnn.v1 import detector_pb2 as pb
 from ...protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from ..config import DAY_S, MAX_RETRIES, check_address
 from ..credential_files import TOKEN
+from ..detections import has_type
 from ..errors import (
     AccessError,
     ClientError,
@@ -153,7 +154,7 @@ class Connection:
             RuntimeError: The client is async, and no event loop is running.
         """
         check_address(address)
-        if not _is_number(timeout_s) or not 0 < timeout_s <= DAY_S:
+        if not has_type(timeout_s, (Real,)) or not 0 < timeout_s <= DAY_S:
             raise ValueError(
                 f"timeout_s is {timeout_s!r}; it must be a number above 0 and at most {DAY_S}"
             )
@@ -192,10 +193,6 @@ class Connection:
             raise
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tuple[str, Any]]:
     """Return the options of a channel: retries, round-robin load balancing, keepalive.
 
@@ -218,7 +215,7 @@ def channel_options(retries: int, keepalive_s: float = KEEPALIVE_S) -> list[tupl
             f"retries is {retries!r}; it must be an integer from 0 to {MAX_RETRIES}, the limit of "
             "gRPC"
         )
-    if not _is_number(keepalive_s) or not keepalive_s >= 1:
+    if not has_type(keepalive_s, (Real,)) or not keepalive_s >= 1:
         raise ValueError(
             f"keepalive_s is {keepalive_s!r}; gRPC sends at most one ping a second, so give a "
             "number of 1 or more"

@@ -233,6 +233,7 @@ def _errors_of(write: Callable[..., None], *arguments: object) -> list[OSError]:
 
 
 def _message_of(error: OSError, path: Path | None, metrics: dict[str, float]) -> str:
+    """Return the message for a file that cannot be written, with the most important metrics."""
     values = ", ".join(f"{name} {metrics[name]:.4f}" for name in _HEADLINES if name in metrics)
     return (
         f"a result file cannot be written to {path}: {error.strerror or error}; make space, or "
