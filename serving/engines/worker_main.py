@@ -39,6 +39,10 @@ _log = logging.getLogger(__name__)
 # lower on slow CPUs (benchmarks/results/serve-h200-202611.md).
 _SWITCH_S: Final = 1e-3
 
+# Size in bytes from which a copy to shared memory releases the GIL. For a smaller copy, waiting for
+# the GIL afterwards would take longer than the copy.
+_LARGE_BYTES: Final = 1 << 20
+
 # Exceptions that a connection to the server raises after the server's process has ended.
 _SERVER_GONE = (EOFError, ConnectionError)
 
@@ -140,8 +144,11 @@ class _SharedMemory:
             os.ftruncate(self.handle, 1 << (size - 1).bit_length())
             self._map()
         for start, part in zip(starts, parts, strict=True):
-            # NumPy releases the GIL while it copies.
-            self._bytes[start : start + part.nbytes] = np.asarray(part)
+            target = self._bytes[start : start + part.nbytes]
+            if part.nbytes < _LARGE_BYTES:
+                target.data[:] = part
+            else:
+                target[:] = np.asarray(part)  # NumPy releases the GIL while it copies
 
     def read(self, lengths: Sequence[int]) -> list[memoryview]:
         """Return views of the latest message's pickle and buffers, whose sizes are `lengths`."""
