@@ -49,10 +49,10 @@ class TrainingLoop:
             last: Checkpoint that the run resumes from. None: the run is new.
 
         Raises:
-            ConfigError: The model lacks a category of the validation set. Or `evaluation.expected`
-                or an early-stopping key is set, but the run computes no metrics. This is not an
-                error for early-stopping keys if `evaluation.skip_test` is set, because it disables
-                them.
+            ConfigError: The model lacks a category of the validation set, or `evaluation.expected`
+                names a category that this set lacks. Or `evaluation.expected` or an early-stopping
+                key is set, but the run computes no metrics. This is not an error for early-stopping
+                keys if `evaluation.skip_test` is set, because it disables them.
             DataError: The validation set is unreadable, there is no image to train on, or
                 `solver.images_per_batch` is not divisible by ranks times `solver.accumulate`.
         """
@@ -79,6 +79,7 @@ class TrainingLoop:
         self._validation = None
         if config.data.val is not None and not config.evaluation.skip_test:
             self._validation = Validation(config, dataset.categories, worker)
+            self._validation.check_expected_classes()
         elif config.evaluation.expected:
             raise ConfigError(
                 "evaluation.expected needs an evaluation; set data.val and remove "

@@ -197,6 +197,10 @@ def test_expectations_are_held_to(tiny: LoadTiny, tmp_path: Path) -> None:
         config = tiny("evaluation={expected: {bbox/AP: 0.1}}", override)
         with pytest.raises(ConfigError, match=r"evaluation\.expected.*data\.val"):
             run_training(config)
+    config = tiny("evaluation={expected: {bbox/AP/missing: 0.1}}")
+    with pytest.raises(ConfigError, match=r"bbox/AP/missing.*no category 'missing'.*ring"):
+        run_training(config)
+    assert not (tmp_path / "metrics.jsonl").exists()
     config = tiny("solver.max_iterations=1", "evaluation={expected: {bbox/AP: 0.9}}")
     for resume in (False, True):
         with pytest.raises(ExpectationError, match=r"bbox/AP is 0\.0000, but evaluation.expected"):

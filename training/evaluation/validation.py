@@ -62,6 +62,21 @@ class Validation:
         self._config = config
         self._worker = worker
 
+    def check_expected_classes(self) -> None:
+        """Check that the validation set has all classes that `evaluation.expected` names.
+
+        Raises:
+            ConfigError: A class is missing.
+        """
+        classes = [category.name for category in self._dataset.categories]
+        for metric in self._config.evaluation.expected:
+            _, _, name = metric.partition("/AP/")
+            if name and name not in classes:
+                raise ConfigError(
+                    f"evaluation.expected has the metric {metric}, but {self._dataset.name} has no "
+                    f"category {name!r}; its categories are {', '.join(classes)}"
+                )
+
     def measure(
         self,
         model: MaskRCNN,
