@@ -126,7 +126,7 @@ def bundle_from_checkpoint(
     dtype = checked_dtype(input_dtype, checkpoint.preprocessing)
     images = calibration_images(given.calibration, checkpoint.preprocessing)
     settings = ExportSettings(precisions, sizes, dtype, images, report)
-    with atomic_folder(bundle) as partial:
+    with atomic_folder(bundle) as (partial, lock):
         for_onnxruntime = [p for p in precisions if p not in MISSING_PRECISIONS["onnx"]]
         graphs = _export_graphs(checkpoint, partial, settings._replace(precisions=for_onnxruntime))
         engines = []
@@ -139,6 +139,7 @@ def bundle_from_checkpoint(
             ]
         programs = _export_programs(checkpoint, partial, settings) if with_programs else []
         manifest = _manifest_from(checkpoint, local_path(reference), [*graphs, *programs, *engines])
+        lock()  # another export could replace the older bundle after its models were read
         manifest = with_older_artifacts(manifest, partial, bundle, report)
         write_manifest(partial, manifest)
     return manifest

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,15 @@ def _is_exported(path: Path) -> bool:
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
     """Context manager: yield a temporary folder, which replaces `path` after the `with` block.
 
     If the block raises an exception, `path` does not change. Before the temporary folder is
     created, temporary folders of earlier, killed exports to `path` are removed.
+
+    Yields:
+        The temporary folder, and a function to be called before `path` is read. From this call on,
+        other exports wait before they read or replace `path`, until this export has replaced it.
 
     Raises:
         OSError: the folder cannot be created or written.
@@ -93,19 +97,40 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     with (
         tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch,
         _lock_in(Path(scratch)),
+        ExitStack() as replacing,
     ):
-        partial = Path(scratch, "new")
+        partial, older = Path(scratch, "new"), Path(scratch, "older")
         partial.mkdir()
         try:
-            yield partial
+            yield partial, lambda: replacing.enter_context(_locked_folder(path.parent))
         except OSError as error:
             # If the disk is full, the error has no file name. Name the folder, so that the message
             # shows the disk.
             error.filename = error.filename or str(path.parent)
             raise
         if path.exists():
-            path.replace(Path(scratch, "older"))
-        partial.replace(path)
+            path.replace(older)
+        try:
+            partial.replace(path)
+        except OSError:
+            if older.exists() and not path.exists():
+                older.replace(path)
+            raise
+
+
+@contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Context manager: wait until no other export has locked a folder, and lock it.
+
+    If the file system has no locks, the folder is not locked.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def test_leftovers_of_killed_exports_are_removed(older: Path, tmp_path: Path) ->
     """The folder of an export that is alive stays. A bundle that was moved away comes back."""
     program = (
         "from maskrcnn_trt.export.output_folder import *\n"
-        "with atomic_folder(Path('bundle')) as partial:\n"
+        "with atomic_folder(Path('bundle')) as (partial, _):\n"
         "    Path('bundle').replace(partial.with_name('older'))\n"
         "    print('ready', flush=True)\n"
         "    sys.stdin.read()\n"
@@ -185,7 +186,7 @@ def test_leftovers_of_killed_exports_are_removed(older: Path, tmp_path: Path) ->
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        with atomic_folder(tmp_path / "bundle") as first:
+        with atomic_folder(tmp_path / "bundle") as (first, _):
             assert len(list(tmp_path.glob(".bundle.*"))) == 2
             (first / "alone").touch()
             (tmp_path / ".bundle.mine").mkdir()
@@ -193,10 +194,26 @@ def test_leftovers_of_killed_exports_are_removed(older: Path, tmp_path: Path) ->
             (tmp_path / ".bundle.v2.abcd1234" / ".export-lock").touch()
         shutil.rmtree(tmp_path / "bundle")
         process.kill()
-    with atomic_folder(tmp_path / "bundle") as second:
+    with atomic_folder(tmp_path / "bundle") as (second, _):
         assert {p.name for p in tmp_path.glob(".bundle.*")} == {
             ".bundle.mine",
             ".bundle.v2.abcd1234",
             second.parent.name,
         }
         assert read_manifest(older).artifacts
+
+
+def test_concurrent_exports_keep_each_others_files(tmp_path: Path) -> None:
+    bundle, names = tmp_path / "bundle", [f"model-{number}.onnx" for number in range(40)]
+
+    def export(name: str) -> None:
+        with atomic_folder(bundle) as (partial, lock):
+            (partial / name).touch()
+            lock()
+            for older in bundle.glob("*"):
+                (partial / older.name).touch()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(export, names))
+    assert sorted(path.name for path in bundle.iterdir()) == sorted(names)
+    assert list(tmp_path.iterdir()) == [bundle]
