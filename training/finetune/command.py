@@ -1,6 +1,7 @@
 """Command `maskrcnn train finetune`."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,9 +65,9 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     from ..trainer import check_precision
 
     with errors_of_main_process():
-        with worker(device) as rank:
+        with worker(device) as rank, ExitStack() as lock:
             if config is None:
-                prepared = prepare_finetuning(data, overrides, given, output, rank)
+                prepared = prepare_finetuning(data, overrides, given, output, rank, lock)
                 config = prepared.config
                 if rank.is_main:
                     _print_plan(data, prepared)

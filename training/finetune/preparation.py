@@ -4,8 +4,9 @@ import filecmp
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,12 @@ class Finetuning:
 
 
 def prepare_finetuning(
-    path: Path, overrides: Sequence[str], given: Mapping[str, Any], output: Path, worker: Worker
+    path: Path,
+    overrides: Sequence[str],
+    given: Mapping[str, Any],
+    output: Path,
+    worker: Worker,
+    lock: ExitStack,
 ) -> Finetuning:
     """Recognise a data set, and fit the configuration of a fine-tuning to it.
 
@@ -141,19 +147,32 @@ def prepare_finetuning(
         given: The values in `overrides` by dotted key, such as "solver.base_lr".
         output: Folder of the run to prepare. It must not contain a run.
         worker: Rank and device of this process.
+        lock: Stack that is to hold the lock of `output` on rank 0. Close it when the training has
+            ended, so that no other process replaces the annotations of the run.
 
     Raises:
         DataError: The layout is unknown, or the data set is unusable.
-        ConfigError: An override is invalid, `output` contains a run or is a file, or the training
-            set lacks a category of the validation set.
+        ConfigError: An override is invalid, `output` contains a run or is a file, or another
+            process trains in it. The data set has files in `output/data`, or the training set lacks
+            a category of the validation set.
         CheckpointError: The initial weights cannot be read.
         ZooError: The published model that the setting `weights` names does not exist, or is not
             supported.
         DownloadError: The download of the initial weights failed.
     """
     layout = recognize_layout(path)
-    RunFolder(output).open(resume=False)
-    splits = choose_splits(layout, output / _DATA_FOLDER)
+    folder = RunFolder(output)
+    folder.open(resume=False)
+    _check_inputs_are_elsewhere(path, layout, output)
+    if worker.is_main:
+        lock.enter_context(folder.locked())
+    else:  # rank 0 writes first, because it holds the lock
+        worker.wait_for_ranks()
+    try:
+        splits = choose_splits(layout, output / _DATA_FOLDER)
+    finally:
+        if worker.is_main:
+            worker.wait_for_ranks()
     try:
         train, val = _read_splits(splits)
         records, unusable = _usable_records(train, _records_with_objects(train))
@@ -173,6 +192,22 @@ def prepare_finetuning(
     reasons = plan.reasons | dict.fromkeys(given, "as set")
     config = _config(values, overrides)
     return Finetuning(layout, splits, config, reasons, train, val, unusable, unusable_val, start)
+
+
+def _check_inputs_are_elsewhere(path: Path, layout: DataLayout, output: Path) -> None:
+    """Check that the data set `path` has no files in `output/data`, where annotations are written.
+
+    Raises:
+        ConfigError: The data set has files in this folder.
+    """
+    target = (output / _DATA_FOLDER).resolve()
+    inputs = [(split.images, split.annotations) for split in layout.splits.values()]
+    for file in (path, *chain.from_iterable(inputs)):
+        if file.resolve().is_relative_to(target):
+            raise ConfigError(
+                f"{file} is in {target}, where the run writes its own annotations; choose another "
+                "folder for the run with output_dir=FOLDER"
+            )
 
 
 def resumed_data(path: Path, config: TrainConfig) -> DataConfig:

@@ -4,6 +4,8 @@ import io
 import json
 import re
 import shlex
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,6 +156,47 @@ def test_a_run_is_not_resumed_with_other_annotations(tmp_path: Path, tiny_checkp
     WRITERS["LabelMe"](tmp_path / "data", SCENES[:7], [])
     with pytest.raises(ConfigError, match=r"annotations of .*data have changed.* weights=FILE"):
         call(tmp_path / "data", tmp_path / "run", "--resume")
+
+
+@pytest.mark.parametrize("output", ["run", "run/data/.."])
+def test_annotations_are_not_written_into_the_data_set(
+    tmp_path: Path, tiny_checkpoint: Path, output: str
+) -> None:
+    data = tmp_path / "run" / "data"
+    WRITERS["COCO"](data, SCENES[:6], [])
+    before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"run/data, where the run writes .*output_dir=FOLDER"):
+        call(data, tmp_path / output, f"weights={tiny_checkpoint}", "--dry-run")
+    assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == before
+
+
+def test_annotations_of_a_running_training_are_not_replaced(
+    tmp_path: Path, tiny_checkpoint: Path
+) -> None:
+    WRITERS["LabelMe"](tmp_path / "data", SCENES[:6], [])
+    arguments = (tmp_path / "run", f"weights={tiny_checkpoint}", "--dry-run")
+    call(tmp_path / "data", *arguments)
+    before = (tmp_path / "run" / "data" / "train.json").read_text()
+    WRITERS["LabelMe"](tmp_path / "others", SCENES[6:9], [])
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from maskrcnn_trt.training.run_folder import RunFolder\n"
+        "with RunFolder(Path(sys.argv[1])).locked():\n"
+        "    print('ready', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        with pytest.raises(ConfigError, match=f"process {process.pid} .*is training in"):
+            call(tmp_path / "others", *arguments)
+        assert (tmp_path / "run" / "data" / "train.json").read_text() == before
+        process.kill()
+    assert "of 3 images are held out" in call(tmp_path / "others", *arguments)
 
 
 @pytest.mark.parametrize("name", WRITERS)
