@@ -4,14 +4,15 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
-from ..model.atomic_files import check_creatable
+from ..model.atomic_files import atomic_write, check_creatable
 from ..model.checkpoint import Checkpoint, load_checkpoint
 from ..model.config.reference import text_from_value
 from ..model.shell_commands import shell_path
 from .classes import set_classes_from_dataset
-from .config import ConfigError, TrainConfig, yaml_from_config
+from .config import ConfigError, TrainConfig, load_config, yaml_from_config
 from .config_sources import CONFIG_FILE
 from .data.coco.training_set import load_training_set
 from .devices import processes_to_start
@@ -209,7 +210,25 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
 
 
 def _record(config: TrainConfig) -> None:
-    """Write the configuration to `output_dir/config.yaml` and log its section `solver`."""
-    (config.output_dir / CONFIG_FILE).write_text(yaml_from_config(config))
+    """Write the configuration to `output_dir/config.yaml` and log its section `solver`.
+
+    If the file exists and a user has written or edited it, it is renamed first.
+    """
+    path = config.output_dir / CONFIG_FILE
+    if path.exists() and not _is_generated(path):
+        names = (path.with_stem(f"{path.stem}-original-{number}") for number in count(1))
+        kept = next(name for name in names if not name.exists())
+        path.replace(kept)
+        logger.info("renamed %s to %s, because the run writes all its settings there", path, kept)
+    with atomic_write(path) as file:
+        file.write(yaml_from_config(config).encode())
     solver = config.solver.model_dump()
     logger.info("solver: %s", " ".join(f"{k}={text_from_value(v)}" for k, v in solver.items()))
+
+
+def _is_generated(path: Path) -> bool:
+    """Return whether a configuration file is as `_record` wrote it."""
+    try:
+        return yaml_from_config(load_config(path)) == path.read_text()
+    except (ConfigError, OSError, ValueError):
+        return False

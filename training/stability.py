@@ -11,6 +11,7 @@ from .config import ConfigError, TrainConfig
 from .distributed import worker
 from .evaluation.validation import check_expected
 from .run import train
+from .run_folder import RunFolder
 
 STABILITY_FILE = "stability.json"
 
@@ -78,10 +79,15 @@ def train_seeds(config: TrainConfig, count: int, *, resume: bool = False) -> Sta
             "--seeds needs evaluations; set data.val, and remove evaluation.skip_test and "
             "evaluation.skip_eval"
         )
+    folders = {
+        seed: config.output_dir / f"seed-{seed}" for seed in range(config.seed, config.seed + count)
+    }
+    if not resume:
+        for folder in folders.values():  # before the first model is trained
+            RunFolder(folder).open(resume=False)
     metrics = {}
     with worker(config.device) as rank:
-        for seed in range(config.seed, config.seed + count):
-            folder = config.output_dir / f"seed-{seed}"
+        for seed, folder in folders.items():
             run = config.model_copy(update={"seed": seed, "output_dir": folder})
             _, metrics[seed] = train(run, rank, resume=resume)
         stability = Stability(metrics)

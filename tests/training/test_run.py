@@ -167,6 +167,18 @@ def test_the_effective_configuration_is_saved(tiny: LoadTiny, tmp_path: Path) ->
     assert " max_iterations=2 " in log
 
 
+def test_a_configuration_of_the_user_is_kept(tiny: LoadTiny, tmp_path: Path) -> None:
+    file, kept = tmp_path / "config.yaml", tmp_path / "config-original-1.yaml"
+    file.write_text("# mine\nbase: quick\n")
+    config = tiny("solver.max_iterations=1", "evaluation.skip_test=true")
+    run_training(config)
+    assert kept.read_text() == "# mine\nbase: quick\n"
+    assert load_config(file).solver.max_iterations == 1
+    run_training(tiny("solver.max_iterations=2", "evaluation.skip_test=true"), resume=True)
+    assert not list(tmp_path.glob("config-original-2*"))
+    assert load_config(file).solver.max_iterations == 2
+
+
 def test_wrong_arguments_raise_before_the_work(tiny_config: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="TrainConfig"):
         run_training("quick")  # type: ignore[arg-type]

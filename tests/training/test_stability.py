@@ -80,6 +80,14 @@ def test_finished_runs_without_metrics_are_evaluated(
         assert last.metrics == stability.metrics[seed] == content["seeds"][str(seed)]
 
 
+def test_all_folders_are_checked_before_the_first_run(tiny: LoadTiny, tmp_path: Path) -> None:
+    (tmp_path / "seed-1").mkdir()
+    (tmp_path / "seed-1" / "model_final.pth").touch()
+    with pytest.raises(ConfigError, match=r"seed-1 contains a run"):
+        train_seeds(tiny(*SETTINGS), 2)
+    assert not (tmp_path / "seed-0" / "model_final.pth").exists()
+
+
 def test_metrics_that_a_run_lacks_have_no_mean() -> None:
     stability = Stability({0: {"val/loss": 1, "bbox/AP": 0.25}, 1: {"bbox/AP": 0.75}})
     assert stability.mean == {"bbox/AP": 0.5}
