@@ -1,5 +1,6 @@
 """Commands `maskrcnn data split`, `merge` and `filter`."""
 
+import csv
 import shlex
 from functools import partial
 from pathlib import Path
@@ -134,7 +135,12 @@ def merge(
 @click.command(name="filter")
 @_FILE
 @_OUT_FILE
-@click.option("--classes", metavar="NAME,...", help="Keep only these classes, with unchanged ids.")
+@click.option(
+    "--classes",
+    metavar="NAME,...",
+    help="Keep only these classes, with unchanged ids. Put a name that contains a comma in double "
+    "quotes.",
+)
 @click.option(
     "--min-area",
     type=FiniteRange(0),
@@ -155,11 +161,28 @@ def filter_(
     from .split_merge_filter import filter_content
 
     _prepare(out, overwrite)
-    names = None if classes is None else [name.strip() for name in classes.split(",")]
+    names = None if classes is None else _names_in(classes)
     filtered = filter_content(
         read_coco_file(file), classes=names, min_area=min_area, drop_empty=drop_empty
     )
     _report(write_coco_file(out, filtered))
+
+
+def _names_in(text: str) -> list[str]:
+    """Return the class names in a list with commas. Names in double quotes may contain commas.
+
+    Raises:
+        click.BadParameter: The list contains a line break or a name without a closing quote.
+    """
+    try:
+        (names,) = csv.reader([text], skipinitialspace=True, strict=True)
+    except csv.Error as error:
+        raise click.BadParameter(
+            f"{text!r} is not a list of names: {error}; put each name that contains a comma in "
+            "double quotes",
+            param_hint="--classes",
+        ) from None
+    return [name.strip() for name in names] or [text]
 
 
 def _prepare(path: Path, overwrite: bool) -> None:

@@ -160,7 +160,9 @@ def filter_content(
     """
     names = [str(category.get("name")) for category in content["categories"]]
     if unknown := [name for name in classes or () if name not in names]:
-        raise DataError(f"class {unknown[0]!r} does not exist; classes: {', '.join(names)}")
+        raise DataError(
+            f"class {unknown[0]!r} does not exist; classes: {', '.join(map(repr, names))}"
+        )
     categories = [
         category
         for category, name in zip(content["categories"], names, strict=True)

@@ -1,7 +1,7 @@
 """Command `maskrcnn data inspect`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import click
 from ....model.config.option_types import JSON_FILE, OUTPUT_FILE
 
 if TYPE_CHECKING:
+    from ..coco.dataset import CocoDataset
     from ..convert.layouts import LayoutSplit
     from .report import DatasetReport
 
@@ -121,11 +122,18 @@ def inspect(
     from .report import inspect_splits
     from .report_tables import tables_from
 
+    augmented_path = None
+    if grid_path is not None and settings is not None:
+        augmented_path = grid_path.with_stem(f"{grid_path.stem}-augmented")
     splits = {}
-    for name, split in _splits_in(folder, images, annotations).items():
+    sources = _splits_in(folder, images, annotations)
+    for name, split in sources.items():
         with Console(stderr=True).status(Text(f"reading {split.annotations}")):
             splits[name] = split.load()
     datasets = [*splits.values()]
+    for output in (json_path, grid_path, augmented_path):
+        if output is not None and output.exists():
+            _check_is_no_input(output, sources.values(), datasets)
     with Progress(disable=not decode) as progress:
         task = progress.add_task("decoding", total=sum(map(len, datasets)))
         report = inspect_splits(
@@ -144,14 +152,14 @@ def inspect(
 
         draw_samples(choose_samples(datasets, report.suspicions, samples, seed), grid_path)
         click.echo(f"wrote sample images to {grid_path}")
-    if grid_path is not None and settings is not None:
+    if augmented_path is not None and settings is not None:
         from ..coco.splits import splits_named
         from .augmented_samples import augmented_samples
 
-        path = grid_path.with_stem(f"{grid_path.stem}-augmented")
         train = [splits[name] for name in splits_named(splits, "train")]
-        draw_samples(augmented_samples((train or datasets)[0], settings, samples, seed), path)
-        click.echo(f"wrote augmented training images to {path}")
+        drawn = augmented_samples((train or datasets)[0], settings, samples, seed)
+        draw_samples(drawn, augmented_path)
+        click.echo(f"wrote augmented training images to {augmented_path}")
 
 
 def _splits_in(
@@ -166,6 +174,24 @@ def _splits_in(
     if folder is None and images is not None and annotations is not None:
         return {annotations.stem: LayoutSplit(images, annotations)}
     raise click.UsageError("give either DIR, or both --images and --annotations")
+
+
+def _check_is_no_input(
+    output: Path, splits: "Iterable[LayoutSplit]", datasets: "Iterable[CocoDataset]"
+) -> None:
+    """Check that an existing output file is not one of a data set's images or annotation files.
+
+    Raises:
+        click.UsageError: The output file is a file of the data set, which it would replace.
+    """
+    resolved = output.resolve()
+    images = (record.path for dataset in datasets for record in dataset.records)
+    if any(resolved.is_relative_to(split.annotations.resolve()) for split in splits) or any(
+        path.name == resolved.name and path.resolve() == resolved for path in images
+    ):
+        raise click.UsageError(
+            f"{output} is a file of the data set and would be replaced; choose another file"
+        )
 
 
 def _write_json(report: "DatasetReport", path: Path) -> None:

@@ -183,9 +183,22 @@ def test_filters_need_a_known_class(tmp_path: Path) -> None:
     source = write_folder(tmp_path, valid_content()).annotations
     assert "--min-area" in refusal("filter", source, tmp_path / "out.json")
     assert "not a finite" in refusal("filter", source, tmp_path / "out.json", "--min-area", "nan")
-    with pytest.raises(DataError, match="'cat' does not exist; classes: thing, square"):
+    with pytest.raises(DataError, match="'cat' does not exist; classes: 'thing', 'square'"):
         call("filter", source, tmp_path / "out.json", "--classes", "thing,cat")
+    with pytest.raises(DataError, match="'' does not exist"):
+        call("filter", source, tmp_path / "out.json", "--classes", "")
+    assert "double quotes" in refusal(
+        "filter", source, tmp_path / "out.json", "--classes", '"thing'
+    )
     assert not (tmp_path / "out.json").exists()
+
+
+def test_a_class_name_with_a_comma_is_quoted(tmp_path: Path) -> None:
+    content = valid_content()
+    content["categories"][0]["name"] = "cat, wild"
+    source, out = write_folder(tmp_path, content).annotations, tmp_path / "out.json"
+    call("filter", source, out, "--classes", '"cat, wild", square')
+    assert len(json.loads(out.read_text())["categories"]) == 2
 
 
 def test_parts_are_disjoint_and_have_their_shares(tmp_path: Path) -> None:

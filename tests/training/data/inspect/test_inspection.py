@@ -196,6 +196,26 @@ def test_command_accepts_images_and_annotations(
     assert text in printed
 
 
+def test_files_of_the_data_set_are_not_replaced(call: Any, tmp_path: Path) -> None:
+    content = valid_content()
+    config = write_folder(tmp_path, content)
+    image = config.images / content["images"][0]["file_name"]
+    image = image.rename(image.with_suffix(".png"))
+    content["images"][0]["file_name"] = image.name
+    config.annotations.write_text(json.dumps(content))
+    link = tmp_path / "link.png"
+    link.symlink_to(image)
+    source = ("--images", config.images, "--annotations", config.annotations)
+    for option, path in (("--json", config.annotations), ("-o", image), ("-o", link)):
+        before = path.read_bytes()
+        code, _, error = call(*source, option, path)
+        assert code == 2
+        assert f"{path} is a file of the data set" in error
+        assert path.read_bytes() == before
+    for _ in range(2):  # an earlier report may be replaced
+        assert not call(*source, "--json", config.images / "report.json")[0]
+
+
 def test_invalid_arguments_and_data_sets_are_errors(call: Any, tmp_path: Path) -> None:
     for args in ((), ("--images", tmp_path), (tmp_path, "--images", tmp_path)):
         code, _, error = call(*args)
