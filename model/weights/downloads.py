@@ -3,6 +3,7 @@
 Downloaded files are kept in the user's cache folder. This module does not import torch.
 """
 
+import functools
 import hashlib
 import os
 import re
@@ -121,6 +122,7 @@ def _download(url: str, path: Path, checksum: Checksum | None) -> None:
     from ..download.http_download import Remedies, RetryPolicy, download_file
 
     address = _mirrored(url)
+    checksum = mirror_checksums().get(PurePosixPath(urlsplit(url).path).name, checksum)
     remedies = Remedies(
         other_source=f"download {without_credentials(url)} yourself and save it as {path}, or set "
         f"{MIRROR_VARIABLE} to the URL of a mirror",
@@ -131,11 +133,16 @@ def _download(url: str, path: Path, checksum: Checksum | None) -> None:
     if not exists:
         path.parent.mkdir(parents=True, exist_ok=True)
         _print(f"downloading {without_credentials(address)} to {path}")
+    elif checksum is None:
+        _print_once(
+            f"using {path}, an earlier download of {without_credentials(address)}; delete it to "
+            "download the file again"
+        )
     with nullcontext(no_progress) if exists else _bars() as show:
         download_file(
             address,
             path,
-            checksum=mirror_checksums().get(PurePosixPath(urlsplit(url).path).name, checksum),
+            checksum=checksum,
             remedies=remedies,
             policy=RetryPolicy(retries=_RETRIES),
             # All ranks of a training start at the same time: one downloads, the others wait.
@@ -175,6 +182,12 @@ def _bars() -> AbstractContextManager[ByteProgress]:
     from ..download.progress_bars import progress_bars
 
     return progress_bars()
+
+
+@functools.cache
+def _print_once(line: str) -> None:
+    """Print a line, unless this process has printed it before: a command reads weights twice."""
+    _print(line)
 
 
 def _print(line: str) -> None:

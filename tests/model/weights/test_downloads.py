@@ -61,6 +61,16 @@ def test_urls_with_the_same_file_name_are_kept_apart(mirror: Site) -> None:
         assert path.read_bytes() == folder.encode()
 
 
+def test_an_earlier_download_that_cannot_be_checked_is_named(
+    mirror: Site, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mirror.files["latest/model_final.pkl"] = CONTENT
+    path = weights_path(f"{mirror.url}/latest/model_final.pkl")
+    assert "delete it" not in capfd.readouterr().err
+    assert weights_path(f"{mirror.url}/latest/model_final.pkl") == path
+    assert f"using {path}, an earlier download of {mirror.url}" in capfd.readouterr().err
+
+
 def test_failed_downloads_of_urls_leave_no_file(mirror: Site, path: Path) -> None:
     mirror.files["R-50-0123abcd.pkl"] = b"another file"
     for name, reason in {"R-50-0123abcd.pkl": "SHA-256", "none.pkl": "404"}.items():
