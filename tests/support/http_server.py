@@ -3,11 +3,10 @@
 import contextlib
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from in_process_server import served_in_thread
+from in_process_server import Models, served_in_thread
 
 # First lines of a detection request, and of one with the token `user` and a chunked body.
 HEAD = b"POST /v1/detect HTTP/1.1\r\nHost: localhost\r\n"
@@ -34,10 +33,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def served_over_http(bundle: Path, **settings: Any) -> Iterator[HttpAddress]:
-    """Serve a bundle over gRPC and HTTP from another thread."""
+def served_over_http(models: Models, **settings: Any) -> Iterator[HttpAddress]:
+    """Serve one or more models over gRPC and HTTP from another thread."""
     port = free_port()
-    with served_in_thread(bundle, http_port=port, **settings) as address:
+    with served_in_thread(models, http_port=port, **settings) as address:
         yield HttpAddress(address, ("127.0.0.1", port))
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -13,29 +13,33 @@ import grpc
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.pipeline.served_model import ModelSource
 from maskrcnn_trt.serving.server import detection_server
+
+# Folder of one bundle, or the bundles and names of several models.
+Models = Path | Sequence[ModelSource]
 
 # Channel option: share no connection with the process's other channels.
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
 @contextlib.asynccontextmanager
-async def served(bundle: Path, **settings: Any) -> AsyncIterator[str]:
-    """Serve a bundle on a free port, and yield the address. By default, all delays are 0."""
+async def served(models: Models, **settings: Any) -> AsyncIterator[str]:
+    """Serve models on a free port, and yield the address. By default, all delays are 0."""
     settings = {"max_delay_ms": 0, "drain_delay_s": 0, "stop_grace_s": 0} | settings
-    async with detection_server(bundle, ServeConfig(port=0, **settings)) as address:
+    async with detection_server(models, ServeConfig(port=0, **settings)) as address:
         yield address
 
 
 @contextlib.contextmanager
-def served_in_thread(bundle: Path, **settings: Any) -> Iterator[str]:
-    """Serve a bundle like `served` from another thread, for tests that share the server."""
+def served_in_thread(models: Models, **settings: Any) -> Iterator[str]:
+    """Serve models like `served` from another thread, for tests that share the server."""
     ready: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
         stop = asyncio.Event()
         try:
-            async with served(bundle, **settings) as address:
+            async with served(models, **settings) as address:
                 ready.set_result((address, asyncio.get_running_loop(), stop))
                 await stop.wait()
         except Exception as error:

@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import schemathesis
+from bundle_copies import linked_copy
 from http_server import HttpAddress, served_over_http
 from hypothesis import HealthCheck, given, settings
 from PIL import Image
@@ -24,6 +25,7 @@ from triton_requests import MODEL
 import maskrcnn_trt.serving
 from maskrcnn_trt.serving.client import DetectorClient
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
+from maskrcnn_trt.serving.pipeline.served_model import ModelSource
 from maskrcnn_trt.serving.result_formats import draw_detections
 
 Encode = Callable[..., bytes]
@@ -142,6 +144,24 @@ def test_model_and_samples(http: httpx.Client, picture: Encode) -> None:
     assert sample.headers["content-type"] == "image/png"
     for name in ("notes.txt", "..%2Fmanifest.json", "one.png%00", "secret.jpg", "bad%FF.jpg"):
         assert http.get(f"/v1/samples/{name}").status_code == 404
+
+
+def test_samples_come_from_the_served_version(bundle: Path, tmp_path: Path) -> None:
+    served = linked_copy(bundle, tmp_path / "1")
+    (served / "samples").mkdir()
+    (served / "samples" / "old.png").touch()
+    with (
+        served_over_http([ModelSource(tmp_path, MODEL, version=None)]) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        newer = linked_copy(bundle, tmp_path / "2")
+        (newer / "samples").mkdir()
+        (newer / "samples" / "new.png").touch()
+        assert http.get("/v1/samples").json() == ["old.png"]
+        shutil.rmtree(newer)
+        shutil.rmtree(served)
+        response = http.get("/v1/samples")
+        assert (response.status_code, response.json()) == (200, [])
 
 
 @pytest.mark.parametrize(
