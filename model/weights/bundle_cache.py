@@ -14,7 +14,7 @@ import yaml
 
 from ... import __version__
 from ...plugins.runtime.user_cache import cache_folder
-from ..bundle.manifest import BundleError, Precision, read_manifest, sha256_of
+from ..bundle.manifest import BundleError, Precision, read_manifest, sha256_of, verified_path
 from ..bundle.spec import ShapeBucket
 from ..child_process import module_command
 from ..config.strict_yaml import value_from_yaml
@@ -34,7 +34,8 @@ def bundle_from_reference(
 ) -> Path:
     """Return the path of a model's bundle. If necessary, download the model and export it first.
 
-    A bundle is a folder with an exported model. Exported bundles are cached.
+    A bundle is a folder with an exported model. Exported bundles are cached. If a file of a cached
+    bundle is missing or damaged, the model is exported again.
 
     Args:
         reference: The model, in one of these forms:
@@ -46,7 +47,7 @@ def bundle_from_reference(
             `--engine` of `maskrcnn export`.
         buckets: Input sizes to export. If it is empty, the model's own input sizes are used.
         before_export: Function that is called after the download, unless the cache holds the
-            bundle. Its exceptions reach the caller.
+            intact bundle. Its exceptions reach the caller.
 
     Raises:
         ZooError: No published model has this name, or this program does not support the model.
@@ -71,12 +72,12 @@ def bundle_from_reference(
     # graphs.
     settings = ["+".join(precisions), *map(str, buckets), *engines, __version__]
     bundle = cache_folder("bundles") / "-".join([label, *settings])
-    if not _is_bundle(bundle):
+    if not _is_intact(bundle):
         weights_path(reference)  # download here, to show progress and errors
         before_export()
         bundle.parent.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(bundle, wait=True):
-            if not _is_bundle(bundle):
+            if not _is_intact(bundle):
                 _export(str(reference), bundle, precisions, engines, buckets)
     return bundle
 
@@ -94,9 +95,13 @@ def _config_files(path: Path) -> list[Path]:
     return files
 
 
-def _is_bundle(folder: Path) -> bool:
+def _is_intact(folder: Path) -> bool:
+    """Return whether a folder is a bundle whose files have the hashes in its manifest."""
     try:
-        read_manifest(folder)
+        for artifact in read_manifest(folder).artifacts:
+            verified_path(folder, artifact)
+            if artifact.compiled:
+                verified_path(folder, artifact.compiled)
     except BundleError:
         return False
     return True

@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -5,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from maskrcnn_trt.export import commands
+from maskrcnn_trt.model.bundle.manifest import read_manifest
 from maskrcnn_trt.model.weights.bundle_cache import bundle_from_reference
 
 
@@ -41,3 +43,29 @@ def test_another_base_configuration_gives_another_bundle(
         base.write_text(content)
         bundles.add(bundle_from_reference(weights))
     assert len(bundles) == 3
+
+
+def test_damaged_bundles_are_exported_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundle: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    exports: list[Path] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        exports.append(Path(command[command.index("-o") + 1]))
+        shutil.copytree(bundle, exports[-1], dirs_exist_ok=True)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    weights = tmp_path / "model.pth"
+    weights.touch()
+    artifact = bundle_from_reference(weights) / read_manifest(bundle).artifacts[-1].path
+    content = artifact.read_bytes()
+    artifact.write_bytes(content[:-100])
+    bundle_from_reference(weights)
+    assert artifact.read_bytes() == content
+    artifact.unlink()
+    bundle_from_reference(weights)
+    assert artifact.read_bytes() == content
+    bundle_from_reference(weights)  # the bundle is intact
+    assert len(exports) == 3
