@@ -194,11 +194,25 @@ def _request_from_query(call: HttpCall, as_png: bool) -> pb.DetectRequest:
 
 
 def _prefers_png(accept: str) -> bool:
-    """Return whether the Accept header names image/png, with no application/json before it."""
-    parts = (part.replace(" ", "").lower().partition(";") for part in accept.split(","))
-    kinds = [kind for kind, _, quality in parts if quality not in ("q=0", "q=0.0")]
-    named = [kind for kind in kinds if kind in ("image/png", "application/json")]
-    return named[:1] == ["image/png"]
+    """Return whether the Accept header prefers image/png to application/json.
+
+    The type with the larger quality (parameter `q`, by default 1) is preferred, or the first of two
+    with the same quality. A type with quality 0 is ignored, and so are wildcards.
+    """
+    preferred, highest = "", 0.0
+    for part in "".join(accept.lower().split()).split(","):
+        kind, *parameters = part.split(";")
+        quality = next((_quality(text[2:]) for text in parameters if text.startswith("q=")), 1.0)
+        if kind in ("image/png", "application/json") and quality > highest:
+            preferred, highest = kind, quality
+    return preferred == "image/png"
+
+
+def _quality(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 1.0
 
 
 def _with_timing(response: TimedResponse[bytes]) -> bytes:

@@ -125,6 +125,23 @@ def test_annotated_image(server: HttpAddress, http: httpx.Client, picture: Encod
     np.testing.assert_array_equal(drawn, draw_detections(pixels, found))
 
 
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("image/png, application/json", "image/png"),
+        ("application/json, image/png", "application/json"),
+        ("image/png;q=0.1, application/json", "application/json"),
+        ("application/json; q=0.5, image/png; q=0.75", "image/png"),
+        ("image/png;q=0.000", "application/json"),
+        ("Image/PNG;q=x, application/json;q=0.9", "image/png"),
+        ("*/*", "application/json"),
+    ],
+)
+def test_accept_header(http: httpx.Client, picture: Encode, accept: str, kind: str) -> None:
+    response = http.post("/v1/detect", content=picture(), headers={"Accept": accept})
+    assert response.headers["content-type"] == kind
+
+
 def test_request_ids_are_returned(http: httpx.Client) -> None:
     ids = [
         http.get("/v1/model", headers={"x-request-id": sent}).headers["x-request-id"]
