@@ -42,6 +42,9 @@ class HttpConnection(HttpToolsProtocol):
         # Bytes that are being parsed.
         self._received = b""
         self._is_body_complete = True
+        # Whether received data are ignored, because a request was rejected, and the connection only
+        # waits for the responses to earlier requests.
+        self._ignores_data = False
         # Request that is being answered. The base class's attribute `cycle` is the latest request
         # whose head was received. If the client pipelines requests, the two can differ.
         self._answered: RequestResponseCycle | None = None
@@ -77,6 +80,8 @@ class HttpConnection(HttpToolsProtocol):
         A request is rejected if its head exceeds 64 KiB, or if more than 64 KiB of chunk extensions
         or trailers arrive between two parts of its body or after the last part.
         """
+        if self._ignores_data:
+            return
         self._received = data
         self._bytes_since_body += len(data)
         super().data_received(data)
@@ -208,20 +213,28 @@ class HttpConnection(HttpToolsProtocol):
         elif self._is_in_body() and self.cycle.response_complete:
             self.transport.close()
             return
-        if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
-            # The responses to the requests before the invalid one come first. The last of these
-            # responses closes the connection.
-            self.cycle.keep_alive = False
-            self._head_bytes = None
-            self._unset_head_timer()
-            return
         if isinstance(problem := sys.exception(), httptools.HttpParserError):
             # If the parser called a method of this class that failed, `__context__` is that error.
             msg = f"The HTTP request is invalid: {problem.__context__ or problem}"
-        body = to_json({"error": msg})
+        self._reject("400 Bad Request", msg)
+
+    def _reject(self, status: str, message: str) -> None:
+        """Respond to the request that is being received with an error, and close the connection.
+
+        If earlier requests are unanswered, this response is not sent: the connection is closed
+        after their responses.
+        """
+        if self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete):
+            # The last of the earlier responses closes the connection.
+            self.cycle.keep_alive = False
+            self._head_bytes = None
+            self._ignores_data = True
+            self._unset_head_timer()
+            return
+        body = to_json({"error": message})
         self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+            b"HTTP/1.1 %s\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n%s" % (status.encode(), len(body), body)
         )
         self.transport.close()
         self._set_slow_timer(_STALL_S, self.transport.abort)
@@ -245,12 +258,18 @@ class HttpConnection(HttpToolsProtocol):
     def _close_late(self) -> None:
         """Close the connection, because the head of the next request has not arrived in time.
 
-        If the server itself has paused reading, do not close the connection: restart the timer that
-        calls this method.
+        If a part of the head has arrived, first respond with status 408. If the server itself has
+        paused reading, do not close the connection: restart the timer that calls this method.
         """
         self._head_timer = None
         if self.pipeline:  # the server has paused reading, so the client is not late
             self._expect_head()
+        elif not self._is_body_complete:  # the request has begun
+            limit_s = self._settings.receive_timeout_s
+            self._reject(
+                "408 Request Timeout",
+                f"The head of the request did not arrive completely within {limit_s:g} s.",
+            )
         else:
             self.transport.close()
 

@@ -111,7 +111,38 @@ def test_slow_bodies_and_heads(server: HttpAddress) -> None:
         response = response_of(body)
         assert response.startswith(b"HTTP/1.1 408")
         assert b"did not arrive" in response
-        assert response_of(head) == response_of(silent) == b""
+        response = response_of(head)
+        assert response.startswith(b"HTTP/1.1 408")
+        assert b"did not arrive" in response
+        assert response_of(silent) == b""
+
+
+def test_idle_connection_is_closed_without_response(server: HttpAddress) -> None:
+    """An empty line after a request is not a part of the next one."""
+    with connect(server) as client:
+        client.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        time.sleep(0.2)
+        client.sendall(b"\r\n")
+        response = response_of(client)
+    assert response.startswith(b"HTTP/1.1 200")
+    assert response.count(b"HTTP/1.1 ") == 1
+
+
+def test_response_comes_before_the_end_of_a_connection_with_a_slow_head(
+    server: HttpAddress, gate: Gate, picture: Encode
+) -> None:
+    body, count = picture(), gate.count
+    head = HEAD + b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n" % len(body)
+    gate.close()
+    with connect(server) as client:
+        client.sendall(head + body + HEAD)
+        wait_until(lambda: gate.count > count)
+        time.sleep(1.2)  # the time limit is 1 s
+        client.sendall(b"\r\n")
+        gate.open()
+        response = response_of(client)
+    assert response.startswith(b"HTTP/1.1 200")
+    assert response.count(b"HTTP/1.1 ") == 1
 
 
 def test_time_limit_of_receiving_ends_with_the_request(
