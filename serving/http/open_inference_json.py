@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from ...protos.inference import open_inference_pb2 as pb
 from ..errors import InvalidRequestError
-from ..open_inference.input_images import DTYPES, split_raw
+from ..open_inference.input_images import DTYPES, check_element_count, split_raw
 from ..open_inference.responses import serialised_strings
 
 _Parameter = TypeVar("_Parameter", pb.InferParameter, pb.ModelRepositoryParameter)
@@ -198,16 +198,18 @@ def _raw_from_data(tensor: InputTensor) -> bytes:
     name, data = tensor.name, tensor.data
     if data is None:
         raise InvalidRequestError(f"input {name!r} has neither data nor {_SIZE}; give one of them")
+    flat = _flat(data)
     if tensor.datatype == "BYTES":
-        return serialised_strings([[_bytes_from_base64(name, text) for text in _flat(data)]])
+        check_element_count(name, tensor.datatype, tensor.shape, len(flat))
+        return serialised_strings([[_bytes_from_base64(name, text) for text in flat]])
     types: set[type] = {int} if tensor.datatype == "UINT8" else {int, float}
     if tensor.datatype not in ("UINT8", "FP32"):
         raise InvalidRequestError(
             f"input {name!r} has datatype {tensor.datatype!r}; it must be BYTES, UINT8 or FP32"
         )
-    flat = _flat(data)
     if not set(map(type, flat)) <= types:
         raise InvalidRequestError(f"the data of input {name!r} are not {tensor.datatype} numbers")
+    check_element_count(name, tensor.datatype, tensor.shape, len(flat))
     if flat and not 0 <= min(flat) <= max(flat) <= 255:
         raise InvalidRequestError(
             f"input {name!r} has values outside 0..255; send pixels that are not normalised"

@@ -185,18 +185,10 @@ def check_contents(tensor: InputTensor, raw: bytes | None) -> None:
     Raises:
         InvalidRequestError: a size in the shape is negative, or the number of elements is wrong.
     """
-    if any(size < 0 for size in tensor.shape):
-        raise InvalidRequestError(
-            f"input {tensor.name!r} has shape {list(tensor.shape)}; no size may be negative"
-        )
-    count = math.prod(tensor.shape)
+    count = _element_count(tensor.name, tensor.shape)
     if raw is None:
         number = len(_typed_contents(tensor))
-        if number != count:
-            raise InvalidRequestError(
-                f"input {tensor.name!r} has {number} {tensor.datatype} elements; its shape "
-                f"{list(tensor.shape)} needs {count}"
-            )
+        check_element_count(tensor.name, tensor.datatype, tensor.shape, number)
     elif tensor.datatype != "BYTES":
         size = count * DTYPES[tensor.datatype].itemsize
         if len(raw) != size:
@@ -204,6 +196,34 @@ def check_contents(tensor: InputTensor, raw: bytes | None) -> None:
                 f"input {tensor.name!r} has {len(raw)} bytes; shape {list(tensor.shape)} of "
                 f"{tensor.datatype} needs {size}"
             )
+
+
+def check_element_count(name: str, datatype: str, shape: Sequence[int], number: int) -> None:
+    """Check that a tensor has as many elements as its shape needs.
+
+    Args:
+        name: Name of the tensor.
+        datatype: Datatype of the tensor, for the error message.
+        shape: Shape of the tensor.
+        number: Number of elements in the tensor's contents.
+
+    Raises:
+        InvalidRequestError: a size in the shape is negative, or the number of elements is wrong.
+    """
+    needed = _element_count(name, shape)
+    if number != needed:
+        raise InvalidRequestError(
+            f"input {name!r} has {number} {datatype} elements; its shape {list(shape)} needs "
+            f"{needed}"
+        )
+
+
+def _element_count(name: str, shape: Sequence[int]) -> int:
+    if any(size < 0 for size in shape):
+        raise InvalidRequestError(
+            f"input {name!r} has shape {list(shape)}; no size may be negative"
+        )
+    return math.prod(shape)
 
 
 def pixels_from_tensor(tensor: InputTensor, raw: bytes | None) -> NDArray[np.uint8]:
