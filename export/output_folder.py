@@ -93,7 +93,8 @@ def atomic_folder(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
     """
     path = path.resolve()  # to replace the target of a link, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(path)
+    with _locked(path):
+        _remove_leftovers(path)
     with (
         tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch,
         _lock_in(Path(scratch)),
@@ -102,7 +103,7 @@ def atomic_folder(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
         partial, older = Path(scratch, "new"), Path(scratch, "older")
         partial.mkdir()
         try:
-            yield partial, lambda: replacing.enter_context(_locked_folder(path.parent))
+            yield partial, lambda: replacing.enter_context(_locked(path))
         except OSError as error:
             # If the disk is full, the error has no file name. Name the folder, so that the message
             # shows the disk.
@@ -119,18 +120,30 @@ def atomic_folder(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
 
 
 @contextmanager
-def _locked_folder(folder: Path) -> Iterator[None]:
-    """Context manager: wait until no other export has locked a folder, and lock it.
+def _locked(path: Path) -> Iterator[None]:
+    """Context manager: keep other exports from reading or replacing the folder `path`.
 
-    If the file system has no locks, the folder is not locked.
+    Wait until no other export has this lock, which is a file beside `path`. If the file system has
+    no locks, `path` is not locked.
+
+    Raises:
+        OSError: the file cannot be created.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    lock = path.with_name(f".{path.name}.replacing")
+    while True:
+        file = lock.open("w")
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # The previous owner deletes the file. Then lock a new one, which others find.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+                break
+        file.close()
+    try:
         yield
     finally:
-        os.close(descriptor)
+        lock.unlink(missing_ok=True)
+        file.close()
 
 
 @contextmanager
@@ -256,10 +269,11 @@ def copy_samples(samples: Iterable[Path], bundle: Path) -> None:
             name = f"_{name}"
         contents[name] = path.read_bytes()
     folder = bundle / SAMPLES_FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
+    with _locked(bundle.resolve()):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
 
 
 def _model_of(manifest: Manifest) -> dict[str, Any]:
