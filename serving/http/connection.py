@@ -181,7 +181,7 @@ class HttpConnection(HttpToolsProtocol):
             self.flow.pause_reading()
         if self.transport.is_closing():  # it closes when the rest of the response has been sent
             self._set_slow_timer(_STALL_S, self.transport.abort)
-        elif not self._is_body_complete:
+        elif self._is_in_body():
             self._set_slow_timer(_LINGER_S, self._close_incomplete, self.cycle)
 
     def pause_writing(self) -> None:
@@ -288,7 +288,7 @@ class HttpConnection(HttpToolsProtocol):
 
         The server has responded to `cycle` before all of its body arrived.
         """
-        if self.cycle is cycle and not self._is_body_complete:
+        if self.cycle is cycle and self._is_in_body():
             self.transport.abort()
 
     def _check_progress(self, before: int) -> None:

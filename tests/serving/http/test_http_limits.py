@@ -18,6 +18,7 @@ from open_files import connected_without_free_files
 from server_load import server_process, wait_until
 from triton_requests import MODEL
 
+from maskrcnn_trt.serving.http import connection
 from maskrcnn_trt.serving.monitoring import logs
 
 Encode = Callable[..., bytes]
@@ -137,12 +138,26 @@ def test_response_comes_before_the_end_of_a_connection_with_a_slow_head(
     with connect(server) as client:
         client.sendall(head + body + HEAD)
         wait_until(lambda: gate.count > count)
-        time.sleep(1.2)  # the time limit is 1 s
+        time.sleep(1.6)  # the time limit is 1 s
         client.sendall(b"\r\n")
         gate.open()
         response = response_of(client)
     assert response.startswith(b"HTTP/1.1 200")
     assert response.count(b"HTTP/1.1 ") == 1
+
+
+def test_slow_head_behind_a_complete_request(
+    server: HttpAddress, picture: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time limit is that of a head, not that of a body whose request was already answered."""
+    monkeypatch.setattr(connection, "_LINGER_S", 0.1)
+    body = picture()
+    head = HEAD + b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with connect(server) as client:
+        client.sendall(head + body + HEAD)
+        response = response_of(client)
+    assert response.startswith(b"HTTP/1.1 200")
+    assert b"HTTP/1.1 408" in response
 
 
 def test_time_limit_of_receiving_ends_with_the_request(
