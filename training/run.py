@@ -212,7 +212,8 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
 def _record(config: TrainConfig) -> None:
     """Write the configuration to `output_dir/config.yaml` and log its section `solver`.
 
-    If the file exists and a user has written or edited it, it is renamed first.
+    If the file exists, but not as a run of this package version would write it, it is renamed
+    first: a user has probably written or edited it.
     """
     path = config.output_dir / CONFIG_FILE
     if path.exists() and not _is_generated(path):
@@ -227,7 +228,7 @@ def _record(config: TrainConfig) -> None:
 
 
 def _is_generated(path: Path) -> bool:
-    """Return whether a configuration file is as `_record` wrote it."""
+    """Return whether a configuration file has the text that `_record` writes for its values."""
     try:
         return yaml_from_config(load_config(path)) == path.read_text()
     except (ConfigError, OSError, ValueError):

@@ -74,7 +74,7 @@ class Validation:
             if name and name not in classes:
                 raise ConfigError(
                     f"evaluation.expected has the metric {metric}, but {self._dataset.name} has no "
-                    f"category {name!r}; its categories are {', '.join(classes)}"
+                    f"category {name!r}; its categories are {', '.join(map(repr, classes))}"
                 )
 
     def measure(

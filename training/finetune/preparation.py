@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -153,8 +152,8 @@ def prepare_finetuning(
     Raises:
         DataError: The layout is unknown, or the data set is unusable.
         ConfigError: An override is invalid, `output` contains a run or is a file, or another
-            process trains in it. The data set has files in `output/data`, or the training set lacks
-            a category of the validation set.
+            process trains in it. The data set has files in `output/data`, where annotations must be
+            written, or the training set lacks a category of the validation set.
         CheckpointError: The initial weights cannot be read.
         ZooError: The published model that the setting `weights` names does not exist, or is not
             supported.
@@ -163,7 +162,6 @@ def prepare_finetuning(
     layout = recognize_layout(path)
     folder = RunFolder(output)
     folder.open(resume=False)
-    _check_inputs_are_elsewhere(path, layout, output)
     if worker.is_main:
         lock.enter_context(folder.locked())
     else:  # rank 0 writes first, because it holds the lock
@@ -192,22 +190,6 @@ def prepare_finetuning(
     reasons = plan.reasons | dict.fromkeys(given, "as set")
     config = _config(values, overrides)
     return Finetuning(layout, splits, config, reasons, train, val, unusable, unusable_val, start)
-
-
-def _check_inputs_are_elsewhere(path: Path, layout: DataLayout, output: Path) -> None:
-    """Check that the data set `path` has no files in `output/data`, where annotations are written.
-
-    Raises:
-        ConfigError: The data set has files in this folder.
-    """
-    target = (output / _DATA_FOLDER).resolve()
-    inputs = [(split.images, split.annotations) for split in layout.splits.values()]
-    for file in (path, *chain.from_iterable(inputs)):
-        if file.resolve().is_relative_to(target):
-            raise ConfigError(
-                f"{file} is in {target}, where the run writes its own annotations; choose another "
-                "folder for the run with output_dir=FOLDER"
-            )
 
 
 def resumed_data(path: Path, config: TrainConfig) -> DataConfig:

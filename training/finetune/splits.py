@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import DatasetConfig
-from ..data.coco.dataset import DataError, SourceContent
+from ..config import ConfigError, DatasetConfig
+from ..data.coco.dataset import DataError, SourceContent, read_json
 from ..data.coco.splits import splits_named
 from ..data.convert.conversion import write_coco_file
+from ..data.convert.labelme import is_labelme
 from ..data.convert.layouts import DataLayout, LayoutSplit
 from ..data.edit.split_merge_filter import split_content
 
@@ -44,6 +45,7 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     Raises:
         DataError: There are several splits, and no name contains "train". More than one split could
             be the training or the validation set. The annotations cannot be read.
+        ConfigError: The data set has files in `folder`, and annotations must be written.
     """
     names = list(layout.splits)
     train = _split_named(names, "train") or (names[0] if len(names) == 1 else None)
@@ -93,13 +95,27 @@ def _prepared(
         return split.config
     source = split.convert()
     faults |= {f"{name}: {reason}": names for reason, names in source.faults.items()}
-    return _written(folder / f"{name}.json", source, split.images)
+    return _written(folder / f"{name}.json", source, split)
 
 
-def _written(path: Path, source: SourceContent, images: Path) -> DatasetConfig:
+def _written(path: Path, source: SourceContent, split: LayoutSplit) -> DatasetConfig:
+    """Write annotations to a COCO file. Return its path and the image folder of `split`.
+
+    Raises:
+        ConfigError: `split` has files in the folder of `path`, or `path` is a file of LabelMe.
+    """
+    inputs = [split.images, split.annotations]
+    if path.exists() and is_labelme(read_json(path)):  # perhaps below the folder of the data set
+        inputs.append(path)
+    for file in inputs:
+        if file.resolve().is_relative_to(path.parent.resolve()):
+            raise ConfigError(
+                f"{file} is in {path.parent}, where the run writes its own annotations; choose "
+                "another folder for the run with output_dir=FOLDER"
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_coco_file(path, source)
-    return DatasetConfig(images=images, annotations=path)
+    return DatasetConfig(images=split.images, annotations=path)
 
 
 def _held_out(name: str, split: LayoutSplit, folder: Path) -> ChosenSplits:
@@ -109,8 +125,8 @@ def _held_out(name: str, split: LayoutSplit, folder: Path) -> ChosenSplits:
     counts = [len(part.content["images"]) for part in (train, val)]
     description = f"only one split, {name}: {counts[1]} of {sum(counts)} images are held out"
     return ChosenSplits(
-        train=_written(folder / "train.json", train, split.images),
-        val=_written(folder / "val.json", val, split.images) if counts[1] else None,
+        train=_written(folder / "train.json", train, split),
+        val=_written(folder / "val.json", val, split) if counts[1] else None,
         description=f"{description} for validation, by a hash of the file name",
         faults=source.faults,
     )

@@ -158,16 +158,24 @@ def test_a_run_is_not_resumed_with_other_annotations(tmp_path: Path, tiny_checkp
         call(tmp_path / "data", tmp_path / "run", "--resume")
 
 
-@pytest.mark.parametrize("output", ["run", "run/data/.."])
+@pytest.mark.parametrize(
+    ("layout", "file"),
+    [("COCO", "data/instances_train2017.json"), ("LabelMe", "data/train.json")],
+)
 def test_annotations_are_not_written_into_the_data_set(
-    tmp_path: Path, tiny_checkpoint: Path, output: str
+    tmp_path: Path, tiny_checkpoint: Path, layout: str, file: str
 ) -> None:
-    data = tmp_path / "run" / "data"
-    WRITERS["COCO"](data, SCENES[:6], [])
-    before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+    WRITERS[layout](tmp_path / "run", SCENES[:6], [])
+    old = next((tmp_path / "run").rglob("*.json"))
+    (tmp_path / "run" / "data").mkdir()
+    old.rename(tmp_path / "run" / file)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    data = tmp_path / "run" / ("data" if layout == "COCO" else "")
+    if layout == "COCO":
+        (tmp_path / "run" / "train2017").rename(data / "train2017")
     with pytest.raises(ConfigError, match=r"run/data, where the run writes .*output_dir=FOLDER"):
-        call(data, tmp_path / output, f"weights={tiny_checkpoint}", "--dry-run")
-    assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == before
+        call(data, tmp_path / "run", f"weights={tiny_checkpoint}", "--dry-run")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
 
 
 def test_annotations_of_a_running_training_are_not_replaced(

@@ -172,14 +172,14 @@ def _names_in(text: str) -> list[str]:
     """Return the class names in a list with commas. Names in double quotes may contain commas.
 
     Raises:
-        click.BadParameter: The list contains a line break or a name without a closing quote.
+        click.BadParameter: The list contains a line break.
     """
     try:
-        (names,) = csv.reader([text], skipinitialspace=True, strict=True)
-    except csv.Error as error:
+        (names,) = csv.reader([text], skipinitialspace=True)
+    except csv.Error:
         raise click.BadParameter(
-            f"{text!r} is not a list of names: {error}; put each name that contains a comma in "
-            "double quotes",
+            f"{text!r} contains a line break outside double quotes; put each name that contains a "
+            "comma or a line break in double quotes",
             param_hint="--classes",
         ) from None
     return [name.strip() for name in names] or [text]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -184,11 +185,16 @@ def _check_is_no_input(
     Raises:
         click.UsageError: The output file is a file of the data set, which it would replace.
     """
-    resolved = output.resolve()
-    images = (record.path for dataset in datasets for record in dataset.records)
-    if any(resolved.is_relative_to(split.annotations.resolve()) for split in splits) or any(
-        path.name == resolved.name and path.resolve() == resolved for path in images
-    ):
+    from ..coco.dataset import DataError, read_json
+    from ..convert.labelme import is_labelme
+
+    inputs = [split.annotations for split in splits]
+    inputs += [record.path for dataset in datasets for record in dataset.records]
+    with suppress(DataError):  # not JSON
+        # The annotations of LabelMe are a folder, which may also hold earlier reports.
+        if is_labelme(read_json(output)):
+            inputs.append(output)
+    if any(path.exists() and path.samefile(output) for path in inputs):
         raise click.UsageError(
             f"{output} is a file of the data set and would be replaced; choose another file"
         )

@@ -187,9 +187,7 @@ def test_filters_need_a_known_class(tmp_path: Path) -> None:
         call("filter", source, tmp_path / "out.json", "--classes", "thing,cat")
     with pytest.raises(DataError, match="'' does not exist"):
         call("filter", source, tmp_path / "out.json", "--classes", "")
-    assert "double quotes" in refusal(
-        "filter", source, tmp_path / "out.json", "--classes", '"thing'
-    )
+    assert "double quotes" in refusal("filter", source, tmp_path / "out.json", "--classes", "a\nb")
     assert not (tmp_path / "out.json").exists()
 
 
@@ -197,7 +195,7 @@ def test_a_class_name_with_a_comma_is_quoted(tmp_path: Path) -> None:
     content = valid_content()
     content["categories"][0]["name"] = "cat, wild"
     source, out = write_folder(tmp_path, content).annotations, tmp_path / "out.json"
-    call("filter", source, out, "--classes", '"cat, wild", square')
+    call("filter", source, out, "--classes", '"cat, wild" ,square')
     assert len(json.loads(out.read_text())["categories"]) == 2
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from coco_folder import annotation, valid_content, write_folder
 from command_line import run_main
+from layout_folders import WRITERS, draw_scenes
 from PIL import Image
 
 from maskrcnn_trt.training.config import DatasetConfig
@@ -214,6 +215,17 @@ def test_files_of_the_data_set_are_not_replaced(call: Any, tmp_path: Path) -> No
         assert path.read_bytes() == before
     for _ in range(2):  # an earlier report may be replaced
         assert not call(*source, "--json", config.images / "report.json")[0]
+
+
+def test_only_annotations_of_labelme_are_not_replaced(call: Any, tmp_path: Path) -> None:
+    """They are in a folder, which may also hold earlier drawings."""
+    WRITERS["LabelMe"](tmp_path, draw_scenes(2), [])
+    for _ in range(2):
+        assert not call(tmp_path, "-o", tmp_path / "grid.png")[0]
+    file = next(tmp_path.rglob("*.json"))
+    code, _, error = call(tmp_path, "--json", file)
+    assert code == 2
+    assert f"{file} is a file of the data set" in error
 
 
 def test_invalid_arguments_and_data_sets_are_errors(call: Any, tmp_path: Path) -> None:
