@@ -105,7 +105,8 @@ def _written(path: Path, source: SourceContent, split: LayoutSplit) -> DatasetCo
         ConfigError: `split` has files in the folder of `path`, or `path` is a file of LabelMe.
     """
     inputs = [split.images, split.annotations]
-    if path.exists() and is_labelme(read_json(path)):  # perhaps below the folder of the data set
+    # The annotations of LabelMe are a folder, and `path` can be below it.
+    if split.annotations.is_dir() and path.exists() and is_labelme(read_json(path)):
         inputs.append(path)
     for file in inputs:
         if file.resolve().is_relative_to(path.parent.resolve()):
