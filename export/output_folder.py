@@ -20,7 +20,7 @@ from ..model.bundle.manifest import (
     BundleError,
     Manifest,
     read_manifest,
-    verified_path,
+    verify_artifact,
 )
 from ..model.image_decoding import IMAGE_SUFFIXES, read_header
 from ..model.image_files import errors_of_file
@@ -129,12 +129,13 @@ def _locked(path: Path) -> Iterator[None]:
     Raises:
         OSError: the file cannot be created.
     """
+    # Not with `filelock`, which would leave its file beside each bundle.
     lock = path.with_name(f".{path.name}.replacing")
     while True:
         file = lock.open("w")
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        # The previous owner deletes the file. Then lock a new one, which others find.
+        # If the previous owner has deleted the file meanwhile, lock the one that others find now.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
                 break
@@ -214,9 +215,7 @@ def with_older_artifacts(
         if _key(artifact) in exported:
             continue
         try:
-            verified_path(bundle, artifact)
-            if artifact.compiled:
-                verified_path(bundle, artifact.compiled)
+            verify_artifact(bundle, artifact)
         except BundleError as error:
             report(f"leaving out the model in {artifact.precision} of the older bundle: {error}")
             continue

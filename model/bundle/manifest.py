@@ -315,6 +315,17 @@ def read_manifest(bundle: Path) -> Manifest:
         raise BundleError(f"{str(bundle)!a} is not a path: {error}") from None
 
 
+def verify_artifact(bundle: Path, artifact: Artifact) -> None:
+    """Check the SHA-256 of all files of an artifact: the model, and its compiled program if any.
+
+    Raises:
+        BundleError: see `verified_path`.
+    """
+    verified_path(bundle, artifact)
+    if artifact.compiled:
+        verified_path(bundle, artifact.compiled)
+
+
 def verified_path(bundle: Path, file: Artifact | CompiledProgram) -> Path:
     """Return the path of a file in a bundle (exported model) after checking its SHA-256.
 

@@ -14,7 +14,7 @@ import yaml
 
 from ... import __version__
 from ...plugins.runtime.user_cache import cache_folder
-from ..bundle.manifest import BundleError, Precision, read_manifest, sha256_of, verified_path
+from ..bundle.manifest import BundleError, Precision, read_manifest, sha256_of, verify_artifact
 from ..bundle.spec import ShapeBucket
 from ..child_process import module_command
 from ..config.strict_yaml import value_from_yaml
@@ -99,9 +99,7 @@ def _is_intact(folder: Path) -> bool:
     """Return whether a folder is a bundle whose files have the hashes in its manifest."""
     try:
         for artifact in read_manifest(folder).artifacts:
-            verified_path(folder, artifact)
-            if artifact.compiled:
-                verified_path(folder, artifact.compiled)
+            verify_artifact(folder, artifact)
     except BundleError:
         return False
     return True

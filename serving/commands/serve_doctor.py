@@ -9,7 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from ...model.bundle.manifest import BundleError, Manifest, Precision, read_manifest, verified_path
+from ...model.bundle.manifest import (
+    BundleError,
+    Manifest,
+    Precision,
+    read_manifest,
+    verify_artifact,
+)
 from ...model.host_resources import available_cores, available_memory
 from ...model.plurals import counted
 from .. import LOGGER
@@ -184,9 +190,7 @@ def _bundle_results(model: ModelSource) -> list[CheckResult]:
     for artifact in manifest.artifacts:
         kind = f"{artifact.kind} in {artifact.precision} for {artifact.bucket}"
         try:
-            verified_path(bundle, artifact)
-            if artifact.compiled:
-                verified_path(bundle, artifact.compiled)
+            verify_artifact(bundle, artifact)
         except BundleError as error:
             results.append(CheckResult(artifact.path, str(error), "fault"))
         else:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -190,11 +189,12 @@ def _check_is_no_input(
 
     inputs = [split.annotations for split in splits]
     inputs += [record.path for dataset in datasets for record in dataset.records]
-    with suppress(DataError):  # not JSON
+    try:
         # The annotations of LabelMe are a folder, which may also hold earlier reports.
-        if is_labelme(read_json(output)):
-            inputs.append(output)
-    if any(path.exists() and path.samefile(output) for path in inputs):
+        is_annotation = is_labelme(read_json(output))
+    except DataError:  # not JSON
+        is_annotation = False
+    if is_annotation or any(path.exists() and path.samefile(output) for path in inputs):
         raise click.UsageError(
             f"{output} is a file of the data set and would be replaced; choose another file"
         )
