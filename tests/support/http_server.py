@@ -26,6 +26,11 @@ class HttpAddress(NamedTuple):
         return "http://{}:{}".format(*self.http)
 
 
+def detection_request(body: bytes) -> bytes:
+    """Return a detection request with the token `user` and an image file as its body."""
+    return HEAD + b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]

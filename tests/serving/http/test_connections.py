@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 from gated_engine import Gate
-from http_server import CHUNKED, HEAD, HttpAddress, connect, is_live, response_of
+from http_server import CHUNKED, HEAD, HttpAddress, connect, detection_request, is_live, response_of
 from server_load import wait_until
 
 Encode = Callable[..., bytes]
@@ -55,10 +55,8 @@ def test_requests_that_http_forbids_are_rejected(server: HttpAddress, request_: 
 def test_responses_come_before_the_end_of_a_malformed_connection(
     server: HttpAddress, picture: Encode
 ) -> None:
-    body = picture()
-    head = HEAD + b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n" % len(body)
     with connect(server) as client:
-        client.sendall((head + body) * 2 + b"garbage\r\n\r\n")
+        client.sendall(detection_request(picture()) * 2 + b"garbage\r\n\r\n")
         assert response_of(client).count(b"HTTP/1.1 200") == 2
 
 
@@ -76,11 +74,10 @@ def test_invalid_request_after_one_in_progress(
     server: HttpAddress, gate: Gate, picture: Encode
 ) -> None:
     """The response to the first one comes first, and ends the connection."""
-    body, count = picture(), gate.count
-    head = HEAD + b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n" % len(body)
+    count = gate.count
     gate.close()
     with connect(server) as client:
-        client.sendall(head + body + CHUNKED + b"no number\r\n")
+        client.sendall(detection_request(picture()) + CHUNKED + b"no number\r\n")
         wait_until(lambda: gate.count > count)
         gate.open()
         response = response_of(client)

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from gated_engine import Gate
-from http_server import HEAD, HttpAddress, connect, is_live, response_of
+from http_server import HEAD, HttpAddress, connect, detection_request, is_live, response_of
 from open_files import connected_without_free_files
 from server_load import server_process, wait_until
 from triton_requests import MODEL
@@ -92,9 +92,7 @@ def test_vanished_client_frees_its_slot(
     count = gate.count
     gate.close()
     with connect(server) as client:
-        body = picture()
-        length = b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n" % len(body)
-        client.sendall((HEAD + length + body) * requests)
+        client.sendall(detection_request(picture()) * requests)
         wait_until(lambda: gate.count > count)
 
     def is_admitted() -> bool:
@@ -132,11 +130,10 @@ def test_idle_connection_is_closed_without_response(server: HttpAddress) -> None
 def test_response_comes_before_the_end_of_a_connection_with_a_slow_head(
     server: HttpAddress, gate: Gate, picture: Encode
 ) -> None:
-    body, count = picture(), gate.count
-    head = HEAD + b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n" % len(body)
+    count = gate.count
     gate.close()
     with connect(server) as client:
-        client.sendall(head + body + HEAD)
+        client.sendall(detection_request(picture()) + HEAD)
         wait_until(lambda: gate.count > count)
         time.sleep(1.6)  # the time limit is 1 s
         client.sendall(b"\r\n")
@@ -151,10 +148,8 @@ def test_slow_head_behind_a_complete_request(
 ) -> None:
     """The time limit is that of a head, not that of a body whose request was already answered."""
     monkeypatch.setattr(connection, "_LINGER_S", 0.1)
-    body = picture()
-    head = HEAD + b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n" % len(body)
     with connect(server) as client:
-        client.sendall(head + body + HEAD)
+        client.sendall(detection_request(picture()) + HEAD)
         response = response_of(client)
     assert response.startswith(b"HTTP/1.1 200")
     assert b"HTTP/1.1 408" in response
