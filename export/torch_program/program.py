@@ -1,11 +1,13 @@
 """Conversion of a model to a torch program, and its compilation for the GPU."""
 
+import importlib
 import io
+import logging
 import multiprocessing
 import os
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from ...model.bundle.compiled_program import current_target, write_compiled_program
+from ...model.bundle.compiled_program import add_kernels, current_target, write_compiled_program
 from ...model.bundle.manifest import COMPILED_SUFFIX, CompiledProgram, Precision, sha256_of
 from ...model.bundle.program import ignore_torch_warnings
 from ...model.bundle.spec import ShapeBucket
 from ...model.mask_rcnn import MaskRCNN
 from ..errors import EngineError
 from .fused_graph import fuse_blocks, fuse_convolutions
+
+_log = logging.getLogger(__name__)
 
 # Maximum number of parallel compilations.
 _MAX_COMPILATIONS = 4
@@ -105,6 +109,11 @@ class Compilation(NamedTuple):
         """Path of the compiled program, in the folder of the torch program."""
         return self.path.with_name(f"model-{self.precision}-{self.bucket}{COMPILED_SUFFIX}")
 
+    @property
+    def images(self) -> torch.Size:
+        """Shape of an example batch."""
+        return torch.Size((2, 3, *self.bucket))
+
 
 def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgram | None]:
     """Compile torch programs for this machine's GPU, and write each to `Compilation.compiled`.
@@ -118,14 +127,9 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
     if not torch.cuda.is_available():
         return [None] * len(compilations)
     _check_compiler()
-    processes = ProcessPoolExecutor(
-        min(_MAX_COMPILATIONS, len(os.sched_getaffinity(0))),
-        multiprocessing.get_context("spawn"),
-    )
     try:
-        with processes:
-            for future in [processes.submit(_compile, c) for c in compilations]:
-                future.result()
+        with ThreadPoolExecutor(min(_MAX_COMPILATIONS, len(os.sched_getaffinity(0)))) as threads:
+            list(threads.map(_compile_in_new_processes, compilations))
     except BrokenProcessPool:
         raise EngineError(
             "a process that compiled a torch program died, probably because memory ran out; free "
@@ -148,8 +152,32 @@ def _check_compiler() -> None:
         )
 
 
+def _compile_in_new_processes(compilation: Compilation) -> None:
+    # torch's compiler is not thread-safe, and `add_kernels` needs a process of its own. This
+    # process imports torch while the other one compiles.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context) as compiling, ProcessPoolExecutor(1, context) as running:
+        running.submit(importlib.import_module, add_kernels.__module__)
+        compiling.submit(_compile, compilation).result()
+        running.submit(_add_kernels, compilation).result()
+
+
 def _compile(compilation: Compilation) -> None:
-    path, precision, bucket, input_dtype = compilation
-    shape = torch.Size((2, 3, *bucket))
-    device = torch.device("cuda", torch.cuda.current_device())
-    write_compiled_program(path, precision, device, shape, input_dtype, compilation.compiled)
+    path, precision, _, dtype = compilation
+    write_compiled_program(path, precision, _gpu(), compilation.images, dtype, compilation.compiled)
+
+
+def _add_kernels(compilation: Compilation) -> None:
+    _, precision, _, dtype = compilation
+    try:
+        add_kernels(compilation.compiled, precision, _gpu(), compilation.images, dtype)
+    except torch.OutOfMemoryError:
+        _log.warning(
+            "the GPU has too little free memory to run %s, so its first start on a machine takes "
+            "longer; to shorten it, end other processes on the GPU, and export again",
+            compilation.compiled.name,
+        )
+
+
+def _gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())

@@ -4,9 +4,12 @@ A compiled program needs no tracing when it is loaded, which shortens the start 
 """
 
 import io
+import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ..inductor import configure_inductor
+from .kernel_files import cached_kernels, restore_kernels
 from .manifest import Artifact, CompileTarget, Precision, verified_path
 from .program import (
     Program,
@@ -96,11 +100,39 @@ def write_compiled_program(
     with torch.no_grad(), torch_math_mode(precision), ignore_torch_warnings():
         one = _compiled(program, weights, batch[:1], any_batch=False)
         many = _compiled(program, weights, batch, any_batch=True)
-    file = {"weights": [weight.cpu() for weight in weights], "one": one, "many": many}
-    # As in `write_program`, Python writes the file, so that a full disk raises an OSError.
-    buffer = io.BytesIO()
-    torch.save(file, buffer)
-    compiled.write_bytes(buffer.getbuffer())
+    _write(compiled, {"weights": [weight.cpu() for weight in weights], "one": one, "many": many})
+
+
+def add_kernels(
+    path: Path, precision: Precision, device: torch.device, images: torch.Size, dtype: torch.dtype
+) -> None:
+    """Run a compiled program, and add the kernels that it compiles to its file.
+
+    Call this function only in a new process, because it redirects the caches of compiled kernels,
+    and because kernels that the process has already compiled would be missing.
+
+    Args:
+        path: file that `write_compiled_program` wrote.
+        precision: precision of the program.
+        device: GPU with its index.
+        images: shape [2, 3, H, W] of an example batch.
+        dtype: dtype of the images.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        os.environ["TRITON_CACHE_DIR"] = str(Path(folder, "triton"))
+        program = load_compiled_program(path, precision, device)
+        stored = cached_kernels(device)  # by torch, in the compiled program
+        batch = torch.zeros(images, dtype=dtype, device=device)
+        sizes = torch.tensor([images[2:]] * len(batch), device=device)
+        for count in (1, len(batch)):
+            program.prepare(batch[:count], sizes[:count])
+        kernels = {
+            name: content
+            for name, content in cached_kernels(device).items()
+            if name not in stored or name.endswith(".so")
+        }
+    _write(path, {**torch.load(path, weights_only=True), "kernels": kernels})
 
 
 def load_compiled_program(path: Path, precision: Precision, device: torch.device) -> Program:
@@ -115,6 +147,8 @@ def load_compiled_program(path: Path, precision: Precision, device: torch.device
         device: a GPU with its index if the program was compiled for a GPU, else the CPU.
     """
     file = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+    if "kernels" in file:
+        restore_kernels(file["kernels"], device)
     weights = [weight.to(device) for weight in file["weights"]]
     with config.patch(compile_threads=1):  # otherwise torch starts compiler processes
         one, many = (AOTCompiledArtifact.deserialize(file[name]) for name in ("one", "many"))
@@ -124,6 +158,13 @@ def load_compiled_program(path: Path, precision: Precision, device: torch.device
         return tuple(code(*weights, images, image_sizes))
 
     return Program(run, precision, device)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    # As in `write_program`, Python writes the file, so that a full disk raises an OSError.
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def _weights(program: ExportedProgram) -> list[Tensor]:

@@ -1,4 +1,7 @@
+import multiprocessing
+import os
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,12 @@ from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 from torch.export import Dim
 
-from maskrcnn_trt.model.bundle.compiled_program import load_compiled_program, write_compiled_program
+from maskrcnn_trt.model.bundle.compiled_program import (
+    add_kernels,
+    load_compiled_program,
+    write_compiled_program,
+)
+from maskrcnn_trt.model.bundle.kernel_files import cached_kernels
 from maskrcnn_trt.model.bundle.manifest import Precision
 from maskrcnn_trt.model.bundle.program import load_exported_program, program_from_exported
 
@@ -42,12 +50,16 @@ class Detector(nn.Module):
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("program") / "model.pt2"
     torch.manual_seed(0)
+    save_program(Detector(), path)
+    return path
+
+
+def save_program(model: nn.Module, path: Path) -> None:
     batch = {0: Dim("batch", min=1)}
     inputs = torch.zeros(SHAPE, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.int64)
     torch.export.save(
-        torch.export.export(Detector().eval(), inputs, dynamic_shapes=(batch, batch)), path
+        torch.export.export(model.eval(), inputs, dynamic_shapes=(batch, batch)), path
     )
-    return path
 
 
 @pytest.mark.slow
@@ -84,3 +96,51 @@ def test_compiled_program_equals_the_interpreted_one(
         torch.testing.assert_close(
             [output.cpu() for output in actual], list(expected), rtol=1e-3, atol=1e-3
         )
+
+
+class Transition(nn.Module):
+    """Model with a CUDA kernel of this package, and a Triton kernel that torch does not store."""
+
+    def forward(self, images: Tensor, image_sizes: Tensor) -> tuple[Tensor, ...]:
+        maps = (
+            images[:, :1].half().repeat(1, 64, 1, 1).contiguous(memory_format=torch.channels_last)
+        )
+        weight, bias = maps.new_ones(64, 64, 1, 1), maps.new_ones(64)
+        output, reduced = torch.ops.maskrcnn.block_transition(
+            maps, weight, bias, maps, None, None, weight, bias
+        )
+        return *torch.ops.maskrcnn.stable_top_k(reduced.flatten(1).float(), 5), output, image_sizes
+
+
+def compiled_when_run(path: Path, folder: Path) -> set[str]:
+    """Return the kernels that a compiled program compiles when it runs with empty caches."""
+    os.environ |= {"XDG_CACHE_HOME": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    device = torch.device("cuda", 0)
+    program = load_compiled_program(path, "fp32", device)
+    loaded = cached_kernels(device).keys()
+    for batch in (1, 2):
+        images = torch.zeros(batch, *SHAPE[1:], dtype=torch.uint8, device=device)
+        program.prepare(images, torch.full((batch, 2), 24, device=device))
+    return cached_kernels(device).keys() - loaded
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_added_kernels_are_not_compiled_again(tmp_path: Path) -> None:
+    program, path = tmp_path / "model.pt2", tmp_path / "model.compiled"
+    device = torch.device("cuda", 0)
+    save_program(Transition(), program)
+    # Each step needs a new process, because kernels in a process's memory are not compiled again.
+    steps = (
+        (write_compiled_program, program, "fp32", device, SHAPE, torch.uint8, path),
+        (compiled_when_run, path, tmp_path / "before"),
+        (add_kernels, path, "fp32", device, SHAPE, torch.uint8),
+        (compiled_when_run, path, tmp_path / "after"),
+    )
+    compiled = []
+    for step in steps:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            compiled.append(process.submit(*step).result())
+    assert {name.split("/")[0] for name in compiled[1]} == {"nvrtc", "triton"}
+    assert compiled[3] == set()
