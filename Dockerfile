@@ -68,8 +68,8 @@ ARG EXTRAS
 # By default, glibc keeps up to 64 MiB of freed memory per heap. With these settings, blocks of 1 MiB
 # and more, such as images, are returned at once, which adds less than a tenth to a request's CPU time.
 ENV MALLOC_MMAP_THRESHOLD_=1048576 MALLOC_TRIM_THRESHOLD_=1048576
-# gcc: if its cache is empty, OpenAI Triton, a dependency of torch, compiles the C code that launches
-# its kernels.
+# gcc: if a bundle was exported without a GPU, or for another one, OpenAI Triton, a dependency of
+# torch, compiles the C code that launches its kernels.
 RUN case ",$EXTRAS," in *,torch,*) \
         apt-get update \
      && apt-get install --yes --no-install-recommends gcc libc6-dev \
