@@ -1,6 +1,7 @@
 """Command `maskrcnn train`."""
 
 import difflib
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,16 +31,19 @@ class _TrainCommand(ConfiguredCommand):
     ) -> click.Context:
         """Return the click context of `train finetune` or of `train`.
 
-        The first of `args` that is not an option decides: `finetune` selects `train finetune`.
+        `finetune` selects `train finetune` if only options precede it.
 
         Raises:
-            click.UsageError: This argument is a misspelling of `finetune`. If it has a file suffix,
-                or is an existing path, it counts as CONFIG instead, and no error is raised.
+            click.UsageError: The first of `args` that is not an option is a misspelling of
+                `finetune`. If it has a file suffix, or is an existing path, it counts as CONFIG
+                instead, and no error is raised.
         """
-        first = next((word for word in args if not word.startswith("-")), "")
-        if first == "finetune":
+        options = pairwise(["", *takewhile("finetune".__ne__, args)])
+        # A word after an option may be the option's value.
+        if "finetune" in args and all("-" in (a[:1], b[:1]) for a, b in options):
             args.remove("finetune")
             return finetune.make_context(f"{info_name} finetune", args, parent, **extra)
+        first = next((word for word in args if not word.startswith("-")), "")
         is_path = Path(first).suffix or Path(first).exists()
         if difflib.get_close_matches(first, ["finetune"]) and not is_path:
             raise click.UsageError(f"{first!r} is unknown; did you mean `train finetune`?")

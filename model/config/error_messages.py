@@ -33,6 +33,9 @@ def details_message(details: ErrorDetails, model: type[BaseModel]) -> str:
         case "value_error":
             message = details["msg"].removeprefix("Value error, ")
             return f"{name}: {message}" if name else message
+        case "path_type" | "string_type" if isinstance(details["input"], int | float):
+            value = details["input"]
+            return f"{name} is {value!r}, not text; put it in quotes, as in '{name}=\"{value}\"'"
         case "missing":
             problem = "is missing"
         case _:
