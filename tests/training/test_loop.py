@@ -200,6 +200,15 @@ def test_expectations_are_held_to(tiny: LoadTiny, tmp_path: Path) -> None:
     config = tiny("evaluation={expected: {bbox/AP/missing: 0.1}}")
     with pytest.raises(ConfigError, match=r"bbox/AP/missing.*no category 'missing'.*ring"):
         run_training(config)
+    annotations = tmp_path / "val.json"
+    content = json.loads(config.data.val.annotations.read_bytes())
+    annotations.write_text(json.dumps({**content, "annotations": []}))
+    for metric in ("bbox/AP", "segm/AP/ring"):
+        config = tiny(
+            f"evaluation={{expected: {{{metric}: 0.1}}}}", f"data.val.annotations={annotations}"
+        )
+        with pytest.raises(ConfigError, match=f"{metric}, but .*val.json has no objects"):
+            run_training(config)
     assert not (tmp_path / "metrics.jsonl").exists()
     config = tiny("solver.max_iterations=1", "evaluation={expected: {bbox/AP: 0.9}}")
     for resume in (False, True):

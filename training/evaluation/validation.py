@@ -63,18 +63,26 @@ class Validation:
         self._worker = worker
 
     def check_expected_classes(self) -> None:
-        """Check that the validation set has all classes that `evaluation.expected` names.
+        """Check that the validation set has objects of all classes in `evaluation.expected`.
 
         Raises:
-            ConfigError: A class is missing.
+            ConfigError: A class is missing, or has no objects.
         """
         classes = [category.name for category in self._dataset.categories]
+        labels = {own.label for record in self._dataset.records for own in record.objects}
+        measurable = {classes[label - 1] for label in labels}
         for metric in self._config.evaluation.expected:
             _, _, name = metric.partition("/AP/")
             if name and name not in classes:
                 raise ConfigError(
                     f"evaluation.expected has the metric {metric}, but {self._dataset.name} has no "
                     f"category {name!r}; its categories are {', '.join(map(repr, classes))}"
+                )
+            if not measurable or (name and name not in measurable):
+                of = f" of the category {name!r}" if name else ""
+                raise ConfigError(
+                    f"evaluation.expected has the metric {metric}, but {self._dataset.name} has no "
+                    f"objects{of}; annotate some, or remove the metric"
                 )
 
     def measure(
