@@ -48,7 +48,7 @@ _CALL_ERRORS = grpc.RpcError, ValueError, grpc.aio.UsageError, asyncio.Cancelled
 # Full name of the gRPC service.
 SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
 
-# Texts that identify errors that gRPC generates on the client. Their status code is ambiguous.
+# Texts in errors that gRPC generates on the client. Their status codes do not identify the cause.
 _CLIENT_DEADLINE = "Deadline Exceeded"
 _MESSAGE_TOO_LARGE = "message larger than max"
 _CERTIFICATE_ERRORS = "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed"
@@ -271,8 +271,8 @@ def error_from_rpc(
 ) -> ClientError:
     """Return the `ClientError` for a failed call. The gRPC status decides its class.
 
-    - `UnreachableError`: CANCELLED (the server dropped the request), UNIMPLEMENTED (the server at
-      the address is not a detector), or an UNAVAILABLE that gRPC generated on the client.
+    - `UnreachableError`: CANCELLED (the server dropped the request), UNIMPLEMENTED (the server does
+      not offer `service`), or an UNAVAILABLE that gRPC generated on the client.
     - `DeadlineError`: a DEADLINE_EXCEEDED that gRPC generated on the client.
     - `AccessError`: UNAUTHENTICATED or PERMISSION_DENIED.
     - `RefusedError`: every other status, such as an UNAVAILABLE that the server sent. If the server

@@ -52,7 +52,7 @@ class DetectorClient(Connection):
         self._channel.close()
 
     def model(self) -> pb.GetModelResponse:
-        """Return the description of the served model and of the server's limits.
+        """Return a description of the server's first model, and the server's limits.
 
         Raises:
             ClosedError: The client is closed.
@@ -241,9 +241,9 @@ class AsyncDetectorClient(Connection):
 
     Its methods correspond to those of `DetectorClient` and raise the same errors.
 
-    Create the client in a coroutine of the event loop in which you use it. If no event loop is
-    running, the constructor raises RuntimeError. In another event loop, the methods that send
-    requests raise it.
+    Create the client in a coroutine of the event loop in which you use it. The constructor raises
+    RuntimeError if no event loop is running. Methods that send requests raise RuntimeError if they
+    are called in another event loop.
     """
 
     _transport = grpc.aio
@@ -268,7 +268,7 @@ class AsyncDetectorClient(Connection):
         await self._channel.close(None)
 
     async def model(self) -> pb.GetModelResponse:
-        """Return the description of the served model and of the server's limits."""
+        """Return a description of the server's first model, and the server's limits."""
         request = pb.GetModelRequest()
         with self._translated_errors():
             response: pb.GetModelResponse = await self._stub.GetModel(

@@ -26,7 +26,7 @@ ImageOutcome = Detections | ClientError | OSError
 
 TOO_LARGE_REMEDY = "send a smaller image, or start the server with a higher --max-message-mb"
 
-# Lowest message limit of a server in bytes. For smaller requests the server's limit is not fetched.
+# Lowest message limit that a server can have, in bytes. Larger requests need `check_size`.
 _UNCHECKED_BYTES = 1 << 20
 _STATUS_FROM_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
@@ -76,8 +76,8 @@ def is_unreachable(state: grpc.ChannelConnectivity) -> bool:
 
     If so, the caller must send a large request without first fetching the server's limits.
     """
-    # Otherwise, each large image would wait until a fetch of the limits has failed, one image after
-    # the other.
+    # Otherwise, one large image after the other would try to fetch the limits, and would wait until
+    # the attempt fails.
     return state is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 

@@ -28,7 +28,7 @@ FOLDER: Final = "runs/first"
 REPORT: Final = Path(FOLDER, "report")
 _BUNDLE: Final = f"{FOLDER}/bundle"
 _EVALUATION: Final = f"maskrcnn eval {_BUNDLE} data/synthetic"
-# Folder of tests that one of the steps runs. Only a checkout of the repository has this folder.
+# Folder of tests that `doctor --tensorrt` runs. Only a checkout of the repository has this folder.
 _TESTS: Final = Path("tests/plugins")
 # Largest accepted difference in box AP (0..1) between TensorRT in fp16 and ONNX Runtime in fp32.
 _AP_TOLERANCE: Final = 0.005
@@ -108,7 +108,7 @@ STEPS: Final = (
             "maskrcnn::DecodeBoxes 1",
             "maskrcnn::NmsKeep 1",
             "maskrcnn::PyramidRoIAlign 1",
-            # Row of the table of input types: type, layers, share of layers, convolutions.
+            # Row `fp16` of the table of input types: layers, their share, one or more convolutions.
             r"(?m)^\W*fp16\W+\d+\W+\d+%\W+[1-9]",
         ),
     ),

@@ -162,7 +162,7 @@ def credentials_from_options(
 
 def _read_pem(path: Path | None, kind: str) -> bytes | None:
     content = None if path is None else path.read_bytes()
-    # The label can have a prefix, such as in `-----BEGIN RSA PRIVATE KEY-----`.
+    # A word can precede the kind in the PEM label, as in `-----BEGIN RSA PRIVATE KEY-----`.
     if content is not None and f"{kind.upper()}-----".encode() not in content:
         raise click.UsageError(f"{path} contains no {kind} in PEM format; give a PEM file")
     return content

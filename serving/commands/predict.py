@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _source(value: str) -> Path | str:
-    """Convert a click argument to an existing path. Return an address (`s3://...`) unchanged."""
+    """Convert a click argument to a path, which must exist. Leave an address (`s3://...`) as is."""
     return value if is_address(value) else Path(SOURCE(value))
 
 
@@ -98,7 +98,7 @@ def predict(
 
 
 def _check_ray_options(output: str) -> None:
-    # The option always has a value, its default. Only an explicit --format is an error.
+    # --format always has a value, at least its default. Only one that the user gave is an error.
     source = click.get_current_context().get_parameter_source("formats")
     if source is ParameterSource.COMMANDLINE:
         raise click.UsageError("--format cannot be combined with --ray, which writes Parquet files")

@@ -137,7 +137,8 @@ def write_report(
 
     Raises:
         click.ClickException: Some images failed. The results of successful images are written.
-        OSError: A file could not be written. The message names the file. Earlier files stay.
+        OSError: A file could not be written. The message names the file. Files written before
+            it stay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     report, failures = _Report(folder, formats, files), []
@@ -204,9 +205,9 @@ class _Report:
         return None
 
     def finish(self) -> None:
-        """Write the COCO results and print the totals, unless no image has succeeded.
+        """Write the COCO results and print the totals if at least one image has succeeded.
 
-        If the run ended early, always print how many images were processed, including failed ones.
+        If the run ended early, also print how many images were processed, including failed ones.
         """
         if self._done < len(self._ids):
             images = counted(len(self._ids), "image")

@@ -65,13 +65,14 @@ def config_from_options(values: dict[str, Any]) -> ServeConfig:
         name = str(next(iter(error.errors()[0]["loc"]), ""))
         if name:
             message = message.replace(name, _spelling(name), 1)
-            # In a YAML file, a setting can be null. On the command line, the option is left out.
+            # The message suggests null, as in a YAML file. On the command line, users leave the
+            # option out instead.
             message = message.replace(", or null", ", or leave it out")
         raise click.UsageError(message) from None
 
 
 def setting_sources() -> dict[str, str]:
-    """Return the source of each setting of the current command as text, by name of the setting.
+    """Return the source of each setting's value in the current command, as text by setting name.
 
     Examples are "by option", "from the file" and "the default".
     """

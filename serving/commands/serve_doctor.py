@@ -59,7 +59,7 @@ def diagnose(
         for section in _model_sections(model, config):
             sections.append(section)
             yield section
-    # After a fault the trial would fail, and another server on this machine may need the memory.
+    # After a fault, the trial would fail. It would also take memory from other servers.
     if all(section.is_healthy for section in sections):
         yield CheckSection("Trial", _trial_results(models, config))
 
@@ -67,9 +67,9 @@ def diagnose(
 def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
     """Return the maximum total size in bytes of the request messages that a server holds at once.
 
-    `models` is the number of served models. The total has the serialised sizes of the messages. A
-    parsed message takes several times as much memory until its image is decoded. Messages that are
-    still being received count too: with one model, they are half of the total; with several, less.
+    `models` is the number of served models. Each message counts with its serialised size. Once
+    parsed, it takes several times as much memory until its image is decoded. Messages that are
+    still being received are included. With one model, they make up half of the total.
     """
     return _messages_per_slot(models) * config.queue_size * config.max_message_mb << 20
 
@@ -77,8 +77,8 @@ def most_request_bytes(config: ServeConfig, models: int = 1) -> int:
 def _messages_per_slot(models: int) -> int:
     """Return the maximum number of request messages in memory, in multiples of `queue_size`.
 
-    `queue_size` is the setting for the number of admission slots of one model. `models` is the
-    number of served models. The messages of all of them count.
+    `queue_size` is the maximum number of admission slots per model. `models` is the number of
+    served models. The result covers the messages of all models.
     """
     # Per model: an in-flight request, and one that waits for a slot. In addition: messages that are
     # being received, whose model is not known yet.

@@ -16,14 +16,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from ..config import ServeConfig
 
-# Seconds within which a client must acknowledge sent data, and read a further part of a response.
+# Seconds that a client has to acknowledge sent data, and to read more of a pending response.
 _STALL_S: Final = 20.0
-# Seconds for which the rest of a body is read and dropped after the response was sent. Without
-# this, a client that is still sending would get a reset instead of the response.
+# If the response is sent before all of the request has arrived, its rest is read and dropped for
+# this many seconds. Otherwise, the client would get a TCP reset instead of the response.
 _LINGER_S: Final = 2.0
 # Maximum size of a request's head in bytes. The bytes that arrive together with the head's first
-# byte do not count. Also the maximum number of bytes (chunk extensions or trailers) between two
-# parts of a body, and after its last part.
+# byte do not count. Also the maximum size of the chunk extensions or trailers between two parts of
+# a body, or after its last part.
 _MAX_HEAD: Final = 64 << 10
 # Maximum number of pipelined requests of a connection. They wait until earlier ones are answered.
 _MAX_PIPELINED: Final = 128
@@ -219,7 +219,7 @@ class HttpConnection(HttpToolsProtocol):
         self._reject("400 Bad Request", msg)
 
     def _reject(self, status: str, message: str) -> None:
-        """Respond to the request that is being received with an error, and close the connection.
+        """Send an error response to the request that is being received, and close the connection.
 
         If earlier requests are unanswered, this response is not sent: the connection is closed
         after their responses.

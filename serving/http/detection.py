@@ -129,7 +129,7 @@ class DetectionRoutes:
         return Response(await in_daemon_thread(path.read_bytes), media_type=f"image/{kind}")
 
     def _sample_files(self, model: str) -> dict[str, Path]:
-        # The served version. On disk, a newer one may exist, or this one may be removed.
+        # Folder of the served version. A newer one may exist, or this one may be removed.
         folder = self._service.find(model).model.bundle / SAMPLES_FOLDER
         if not folder.is_dir():
             return {}

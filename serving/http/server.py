@@ -67,7 +67,7 @@ def http_app(
     Args:
         detector: gRPC service that processes requests below `/v1`.
         inference: gRPC service that processes requests below `/v2`.
-        models: Served models, used by `inference`.
+        models: Served models, for requests below `/v2`.
         transport: Access control, tracing and settings.
     """
     app = Starlette(
@@ -190,7 +190,7 @@ class _LimitedListener(socket.socket):
 
 
 class _CountedConnection(socket.socket):
-    """Accepted connection that is in a set until it is closed."""
+    """Accepted connection that removes itself from the set `connections` when it is closed."""
 
     def __init__(self, accepted: socket.socket, connections: set[socket.socket]) -> None:
         """Take over the file descriptor of a connection, and add this object to the set."""
@@ -225,7 +225,7 @@ class _UvicornServer(uvicorn.Server):
             await loop.create_server(
                 protocol,
                 sock=listener,
-                backlog=BACKLOG,  # the default is less than that of `listening_socket`
+                backlog=BACKLOG,  # asyncio calls `listen` again, by default with 100
                 ssl=self.context,
                 ssl_handshake_timeout=handshake_s,
             )

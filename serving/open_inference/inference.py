@@ -41,8 +41,8 @@ _PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "sequence_start": ("bool_param",),
     "sequence_end": ("bool_param",),
 }
-# Description of a parameter's type, by field of InferParameter. Error messages need it for clients
-# that send JSON, which has no such fields.
+# Name of a parameter's type in error messages, by field of InferParameter. Clients that send JSON
+# do not know these fields.
 _TYPES: Final = {
     "bool_param": "true or false",
     "int64_param": "a whole number",

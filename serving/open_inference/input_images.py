@@ -21,7 +21,7 @@ INPUT_NAME = "images"
 
 InputTensor = pb.ModelInferRequest.InferInputTensor
 
-# Type of the elements in raw contents, by datatype. BYTES has elements of different sizes.
+# Type of the elements in raw contents, by datatype. BYTES is missing: its elements differ in size.
 DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "UINT8": np.dtype("u1"),
     "FP32": np.dtype("<f4"),
@@ -33,9 +33,9 @@ _FIELDS: Final[Mapping[str, str]] = {
     "UINT8": "uint_contents",
     "FP32": "fp32_contents",
 }
-# In raw contents of datatype BYTES, each element follows its length, a number of this many bytes.
+# In raw contents of datatype BYTES, each element is preceded by its length, in this many bytes.
 _LENGTH_BYTES = 4
-# Number of pixel values to convert at a time. That takes well below a millisecond.
+# Number of pixel values to convert before yielding the GIL. This takes well below a millisecond.
 _CHUNK = 8192
 
 # Error message for requests that use shared memory.

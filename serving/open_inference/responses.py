@@ -222,7 +222,7 @@ def add_outputs(
         response.raw_output_contents.append(contents)
 
 
-# By output name: function that returns the values of one image in this output, without padding.
+# By name of a numeric output: function that returns one image's values, without padding.
 _VALUES: Final[Mapping[str, Callable[[Detections], Any]]] = {
     "num_detections": lambda detections: [len(detections)],
     "image_sizes": attrgetter("height", "width"),

@@ -154,7 +154,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def RepositoryModelLoad(  # noqa: N802
         self, request: pb.RepositoryModelLoadRequest, context: CallContext
     ) -> pb.RepositoryModelLoadResponse:
-        """Load a model's bundle again. If loading fails, the served model does not change."""
+        """Load an unloaded model, or reload a served one. If this fails, the model is unchanged."""
         _reject_unknown(request.parameters, "RepositoryModelLoad has no parameters")
         try:
             pipeline = await self._models.find_loadable(request.model_name)

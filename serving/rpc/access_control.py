@@ -38,8 +38,8 @@ _PUBLIC_PREFIXES = ("/grpc.health.v1.Health/", "/grpc.reflection.", *_HEALTH_MET
 
 # Maximum number of concurrent calls of public methods per connection.
 _PUBLIC_CALLS_PER_CONNECTION = 8
-# At most `queue_size` divided by this number of public calls can wait for a request message at a
-# time. If `queue_size` is small, the limit is higher; see `AccessInterceptor`.
+# `queue_size` divided by this number is the maximum number of public calls that wait for a request
+# message at a time. If `queue_size` is below 32, the maximum is the smaller of `queue_size` and 8.
 _SLOTS_PER_PUBLIC_MESSAGE = 4
 # Seconds for which a stopping server still receives messages that are in transit.
 _LAST_MESSAGES_S = 2.0
@@ -165,8 +165,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._timeout_s = config.receive_timeout_s
         least = min(_PUBLIC_CALLS_PER_CONNECTION, config.queue_size)
         public = max(least, config.queue_size // _SLOTS_PER_PUBLIC_MESSAGE)
-        # Public calls have a limit of their own. Otherwise, calls of clients without a token could
-        # cancel the pending reads of clients with a token.
+        # Public calls have a separate limit. If all calls had a common limit, clients without a
+        # token could make `PendingMessages` cancel calls of clients with a token.
         self._public_messages = PendingMessages(public)
         self._messages = PendingMessages(MESSAGES_PER_SLOT * config.queue_size - public)
         # Number of open public calls by connection.
@@ -208,9 +208,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         return adapt(checked, None, handler.response_serializer)
 
     def pending_messages(self, method: str) -> PendingMessages:
-        """Return the set in which calls of `method` wait for their request messages.
+        """Return the `PendingMessages` in which calls of `method` wait for a request message.
 
-        There are two sets: one for public methods (see `is_public`), one for all other methods.
+        All public methods (see `is_public`) share one object, and all other methods another one.
         """
         return self._public_messages if is_public(method) else self._messages
 

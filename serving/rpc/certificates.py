@@ -35,7 +35,7 @@ _VALIDITY = re.compile(
     rb"\x30[\x1e-\x22](?:\x17\x0d|\x18\x0f)(\d{12,14})Z(?:\x17\x0d|\x18\x0f)(\d{12,14})Z"
 )
 _PEM = re.compile(rb"-----BEGIN CERTIFICATE-----(.+?)-----END CERTIFICATE-----", re.DOTALL)
-# Labels of certificates that OpenSSL reads, but gRPC does not.
+# PEM labels of certificates that OpenSSL reads, but gRPC does not.
 _OTHER_LABEL = re.compile(rb"-----BEGIN ((?:X509|TRUSTED) CERTIFICATE)-----")
 
 
@@ -49,7 +49,7 @@ class CertificateFiles(NamedTuple):
 
     @property
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """The files' content for a gRPC server."""
+        """The files as the certificate configuration of a gRPC server."""
         pair = self.key, self.certificate
         return grpc.ssl_server_certificate_configuration([pair], self.client_ca)
 
@@ -115,7 +115,7 @@ class ServerCertificate:
 
     @property
     def files(self) -> CertificateFiles:
-        """Content in use. If the files have changed, reload them first."""
+        """Content of the certificate files in use. Reloads the files first if they have changed."""
         return self._reloaded.current().files
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
@@ -256,7 +256,7 @@ def _check_grpc_support(certificate: Path, pem: bytes) -> None:
             f"gRPC does not read the PEM label {other[1].decode()} in {certificate}; convert the "
             "file to the label CERTIFICATE with `openssl x509`"
         )
-    # Without certificate in `pem`, the file was replaced after OpenSSL had read it.
+    # If `pem` has no certificate, the file was replaced before OpenSSL read it.
     content = b"".join(map(base64.b64decode, _PEM.findall(pem)[:1]))
     if not any(algorithm in content for algorithm in _KEY_ALGORITHMS):
         raise ServingError(

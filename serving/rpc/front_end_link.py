@@ -150,7 +150,7 @@ class Link(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Complete the future `closed`. Called by asyncio when one end of the socket closes."""
-        if not self.closed.done():  # cancelling a task that awaits `closed` completes it too
+        if not self.closed.done():  # cancelling a task that awaits `closed` cancels `closed`
             self.closed.set_result(None)
 
     def _flush(self) -> None:

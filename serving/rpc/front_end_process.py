@@ -138,7 +138,7 @@ class _CallForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # gener
                 kind, payload = await frames.get()
             while kind != Frame.STATUS:
                 if kind == Frame.READ:
-                    # A task receives the message, because the call can end meanwhile.
+                    # In a task, because a STATUS frame can arrive before the client's message.
                     reading = asyncio.create_task(self._read(number, context))
                 else:
                     await context.write(payload)

@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 # Name of the front-end processes in top, ps and messages.
 FRONT_END_NAME: Final = "front end"
-# A stopped front-end process is killed if it still runs this many seconds after the time limit of
-# its calls.
+# When the server stops, a front-end process is killed if it still runs this many seconds after the
+# time limit of its open calls.
 _END_S: Final = 5.0
-# A front-end process that ends within this time, in seconds, is restarted after a pause.
+# A front-end process that ends within this many seconds of its start is restarted after a pause.
 _MIN_UPTIME_S: Final = 10.0
 # First and longest pause in seconds. The pause doubles each time the process ends early again.
 _MIN_PAUSE_S: Final = 0.5

@@ -113,7 +113,7 @@ def listening_socket(host: str, port: int, name: str) -> socket.socket:
         family, address = bind_address(host, port)
         return socket.create_server(address, family=family, dualstack_ipv6=both, backlog=BACKLOG)
     except OSError as error:
-        # `create_server` adds the address to the reason.
+        # `create_server` appends the address to the reason, but the message already names it.
         reason = str(error.strerror).partition(" (while attempting")[0]
         raise listen_error(address_of(host, port), f" for {name} ({reason})") from None
 
@@ -220,7 +220,7 @@ def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, 
     options = {
         "grpc.max_receive_message_length": config.max_message_mb << 20,
         "grpc.max_send_message_length": -1,
-        # 0 without front-end processes, because two servers could share a port unnoticed.
+        # Off without front-end processes. Otherwise, two servers could share a port unnoticed.
         "grpc.so_reuseport": int(front_ends > 0),
         "grpc.max_allowed_incoming_connections": allowed_connections(connections, ports),
         "grpc.max_concurrent_streams": _MAX_STREAMS,

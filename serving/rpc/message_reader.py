@@ -50,8 +50,8 @@ class PendingMessages:
     If the set is full, a new wait cancels the oldest wait of the connection with the most waits.
     """
 
-    # The bound limits the memory that slow clients occupy. Waits of fast clients are seldom
-    # cancelled, because their messages arrive before their waits are the oldest.
+    # The bound limits the memory that slow clients occupy. The wait of a fast client is seldom
+    # cancelled, because its message arrives before the wait becomes the oldest.
 
     def __init__(self, capacity: int) -> None:
         """Allow up to `capacity` calls to wait for their message at the same time."""

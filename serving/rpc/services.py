@@ -51,7 +51,7 @@ class DetectorService:
     """
 
     # Requests can be large, and many wait for the model at a time. Therefore each method drops its
-    # reference to the request (`del request`) once the image has been taken from it.
+    # reference to the request (`del request`) before it awaits the detections.
 
     def __init__(self, models: ModelRepository, config: ServeConfig) -> None:
         self._models = models
@@ -271,7 +271,7 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # untyped package
         self._notify_watchers()
 
     def stop(self) -> None:
-        """From now on, report NOT_SERVING, except for "liveness". End all Watch calls."""
+        """Report NOT_SERVING from now on, except for "liveness". End all Watch calls."""
         self.is_running = False
         self._is_stopping = True
         self._notify_watchers()

@@ -90,7 +90,7 @@ class Streams(Generic[Request]):
             pipeline = self._pipeline_of(request)
             admission = _admission(pipeline, peer, images, is_admitted)
             task = tasks.create_task(stream.serve(request, images, admission))
-            # The task of an invalid request ends without entering `admission`.
+            # An invalid request never enters `admission`, so the end of its task sets the event.
             task.add_done_callback(partial(_set, is_admitted))
             del request, admission, task
             await is_admitted.wait()
@@ -134,7 +134,7 @@ class _OpenStream(Generic[Request]):
         previous, self._last_written = self._last_written, asyncio.Event()
         is_written = self._last_written
         responding = self._respond(request, admission)
-        del request, admission  # `responding` releases the request as soon as it can
+        del request, admission  # only `responding` holds the request, which can be large
         try:
             response = await responding
             if self._in_order:
