@@ -1,5 +1,5 @@
 """Inference with exported models: gRPC and HTTP server, Python clients, offline prediction."""
 
-# Name of the parent of all loggers of serving. The parent's level applies to the server and to its
-# worker processes.
+# Name of the parent logger of all loggers in `serving`. Its level applies to the server and to the
+# server's worker processes.
 LOGGER = __name__

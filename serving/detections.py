@@ -28,8 +28,8 @@ Outlines = tuple[NDArray[np.float32], ...]
 # Priority levels, the most urgent first.
 PRIORITIES = (1, 2, 3)
 
-# Options with the description and the classes of their values. The abstract classes, which include
-# NumPy's numbers, come last because `isinstance` is slow for them.
+# For each option: name, description of valid values, and their classes. The abstract classes, which
+# include NumPy's numbers, come last because `isinstance` is slow for them.
 _Fields = tuple[tuple[str, str, tuple[type, ...]], ...]
 _DETECTION_FIELDS: Final[_Fields] = (
     ("score_threshold", "a number", (float, int, Real)),
@@ -142,7 +142,7 @@ DEFAULT_SCHEDULING = SchedulingOptions()
 
 
 def check_count(name: str, value: int) -> None:
-    """Raise ValueError unless the argument `name` is an integer of 1 or more."""
+    """Raise ValueError, with `name` in the message, unless `value` is an integer of 1 or more."""
     if not has_type(value, (int, Integral)) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be an integer of 1 or more")
 
@@ -197,7 +197,7 @@ class Detections:
     mask_probabilities: NDArray[np.float32] | None = None
     # Outlines of N masks. None: another mask format was requested.
     polygons: tuple[Outlines, ...] | None = None
-    # All zeros if the times were not measured.
+    # All durations are 0 if they were not measured.
     timing: Timing = Timing()
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """Exceptions of the server and its clients. `grpc_status` maps them to gRPC status codes.
 
-`DeferredErrors` defers the error of an iterable.
+`DeferredErrors` delays an iterable's error until the preceding results are delivered.
 
 The server also raises `ImageError` and `BundleError`. They are defined in the package `model`, and
 do not derive from `ServingError`.
@@ -136,7 +136,7 @@ class DeferredErrors(Generic[_T]):
             self._error = error
 
     def check(self, kind: type[Exception] = Exception) -> None:
-        """Raise the error that the wrapped iterable raised, if it is a `kind`."""
+        """Raise the wrapped iterable's error, if there is one and it is an instance of `kind`."""
         if isinstance(self._error, kind):
             raise self._error
 

@@ -98,7 +98,7 @@ class Detector:
     def __call__(
         self, images: Iterable[ImageSource | str], options: DetectionOptions = DEFAULT_OPTIONS
     ) -> list[Detections]:
-        """Detect objects in several images, in batches. Each is given as to the method `detect`.
+        """Detect objects in several images, in batches. `detect` lists the valid types of an image.
 
         Returns:
             The detections of each image, in order.
@@ -137,7 +137,7 @@ class Detector:
             max_pixels: Maximum number of pixels of the image.
 
         Raises:
-            TypeError: `image` or `options` has another type.
+            TypeError: `image` or `options` has an invalid type.
             ValueError: `max_pixels` is not an integer of 1 or more.
             ImageError: The image is invalid, or has more than `max_pixels` pixels.
             BackendError: The detector is closed, memory runs out, or the backend fails.
@@ -154,7 +154,7 @@ class Detector:
     def detect_many(
         self, images: Iterable[ImageSource | str], options: DetectionOptions = DEFAULT_OPTIONS
     ) -> Generator[Outcome, None, None]:
-        """Detect objects in several images, in batches. Each is given as to the method `detect`.
+        """Detect objects in several images, in batches. `detect` lists the valid types of an image.
 
         While the model computes a batch, the next one is decoded; see the function
         `serving.offline.detect_many`, which this method calls.
@@ -261,7 +261,7 @@ def _read_source(image: ImageSource | str, max_pixels: int, *, copy: bool = Fals
 def run_in_batches(
     entries: Iterable[BatchEntry], steps: BatchSteps, max_batch: int
 ) -> Generator[Outcome, None, None]:
-    """Process images in batches of equal input size. Several batches are in flight at once.
+    """Process images in batches, each for one input size. Several batches are in flight at once.
 
     Args:
         entries: Images, or the errors of invalid ones. The thread that consumes the results
@@ -301,7 +301,7 @@ def batch_steps(backend: Backend, manifest: Manifest, *, threads: int) -> BatchS
     on the backend's device. Otherwise return `HostSteps`, which decode and encode in CPU threads.
 
     Args:
-        backend: Backend that computes the model.
+        backend: Backend that runs the model.
         manifest: Manifest of the backend's bundle.
         threads: Maximum number of batches that are decoded at the same time. An equal limit applies
             to mask encoding. `DeviceSteps` ignore this argument.

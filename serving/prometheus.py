@@ -223,8 +223,8 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
             return super().get_request()
         except OSError as error:
             if accept_failures.report(error):
-                # The connection stays queued, so without a pause the next attempt would follow at
-                # once.
+                # The connection stays queued, so without a pause the server would try to accept it
+                # again immediately.
                 time.sleep(_POLL_S)
             raise  # the base class ignores this error
 
@@ -242,7 +242,7 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
                 self._end_oldest()
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:  # so that `_end_oldest` does not use the connection now
+        with self._lock:  # so that `_end_oldest` does not use the connection at the same time
             self._started.pop(request, None)
             super().shutdown_request(request)
 

@@ -81,9 +81,9 @@ def predict_with_ray(
     backend: BackendName = "auto",
     max_batch: int = 8,
 ) -> RaySummary:
-    """Detect objects in all images of files, folders and buckets, with up to one model per GPU.
+    """Detect objects in image files, folders and buckets, with at most one model per GPU.
 
-    If the cluster has no GPU, run up to one model per CPU core.
+    If the cluster has no GPU, run at most one model per CPU core.
 
     Args:
         bundle: Folder of the bundle. Each machine of the cluster needs it at this path.
@@ -197,7 +197,7 @@ def read_image(files: pyarrow.fs.FileSystem, path: str) -> bytes:
 
 
 class _RayDetector:
-    """Ray actor that loads a model and detects objects. A row of its batches has one image."""
+    """Ray actor that loads a model and detects objects in batches of rows, one image per row."""
 
     def __init__(self, options: DetectionOptions, predictor: dict[str, Any]) -> None:
         self._options = options
@@ -240,7 +240,7 @@ def _summary(written: pyarrow.dataset.Dataset, images: int, output: str) -> RayS
     """Count the images and the failed images in the results.
 
     Raises:
-        ServingError: The results do not have `images` rows.
+        ServingError: The number of rows in the results differs from `images`.
     """
     rows = written.count_rows()
     if rows != images:
@@ -317,6 +317,6 @@ def _detections(
         fn_constructor_kwargs=detector,
         num_gpus=1 if gpus else None,
         num_cpus=None if gpus else 1,
-        # Without a limit, an image that kills its process would be tried forever.
+        # Without a limit, an image that kills its process would be retried forever.
         max_task_retries=_MAX_RETRIES,
     )

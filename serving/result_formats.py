@@ -20,7 +20,7 @@ _MASK_OPACITY = 0.45
 # Masks are drawn in strips of about this many pixels, because a copy of all pixels as floats would
 # take much memory. A strip consists of whole columns, because RLE masks are stored by column.
 _STRIP_PIXELS = 1 << 18
-# Peak memory of `annotated_png` in bytes per pixel. The peak is the decoding of a WebP image.
+# Peak memory of `annotated_png` in bytes per pixel. It is reached while a WebP image is decoded.
 BYTES_PER_PIXEL = 18
 # Difference of the hues of successive labels, as a fraction of the colour circle. With the golden
 # ratio, hues stay far apart for any number of labels.

@@ -95,8 +95,9 @@ async def serve(
             raise
         _log.info("stopped before the server was ready")
     finally:
-        # Remove the handlers before the event loop closes. It would close the socket first through
-        # which Python reports signals, and Python prints an error if one arrives in between.
+        # Remove the handlers before the event loop closes. Otherwise, the loop first closes the
+        # socket through which Python reports signals. If a signal arrives then, Python prints an
+        # error.
         for number in (*signals, signal.SIGHUP):
             loop.remove_signal_handler(number)
 
@@ -152,7 +153,8 @@ async def detection_server(
                 repository.running(),
                 _background(
                     *(repository.reload_when_set(reload), health.run(), lag.run(), cpu.run()),
-                    # Front-end processes are restarted instead.
+                    # If gRPC fails, `wait_for_stop` raises an error. A `FrontEndServer` restarts
+                    # its processes instead.
                     *([wait_for_stop(server)] if isinstance(server, grpc.aio.Server) else ()),
                 ),
             ):

@@ -67,7 +67,7 @@ class Stream(Protocol):
         """Record an event after all work that has been queued on this stream so far."""
 
     def wait(self, event: Any) -> None:
-        """Delay all work that is queued on this stream after this call until `event` is done."""
+        """Make all work that is queued on this stream later wait until `event` is done."""
 
     def copy_in(self, address: int, host: NDArray[Any]) -> None:
         """Queue a copy of the pinned array `host` to the GPU address `address`."""

@@ -146,7 +146,8 @@ def choose_backend(
     If `name` is `torch`, neither the machine nor the bundle's model files are checked.
 
     Raises:
-        BundleError: the bundle has no model file for the backend `name` in the precision.
+        BundleError: `name` is neither `auto` nor `torch`, and the bundle has no model file for the
+            backend in the precision.
         BackendError: `name` is neither `auto` nor one of `BACKENDS`, or the backend does not run on
             this machine. If `name` is `auto`: the bundle has model files for some backends, but
             none of these backends runs on this machine.

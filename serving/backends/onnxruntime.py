@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _CUDA = "CUDAExecutionProvider"
 # Name of the batch dimension in exported models.
 _BATCH_AXIS = "batch"
-# Key of a session that computes batches of any size, in place of the batch size.
+# Key, in place of a batch size, of a session that computes batches of any size.
 _ANY = -1
 # Memory limit of a GPU session in bytes: a constant, plus an amount per pixel of its batch. The
 # limit is more than twice the memory that a session with small convolution workspaces needs.
@@ -119,7 +119,7 @@ class OnnxRuntimeBackend:
     ) -> Callable[[], Any]:
         """Copy a batch to the backend's device, and return a function that computes it.
 
-        Benchmarks time this function, which copies nothing between host and device.
+        Benchmarks time the returned function, which copies nothing between host and device.
 
         Args:
             bucket: One of `buckets`.

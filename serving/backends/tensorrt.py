@@ -199,7 +199,7 @@ class TensorRTBackend:
 class TensorRTDeviceBackend(TensorRTBackend):
     """TensorRT backend whose method `infer_on_device` takes batches of torch tensors on GPU 0."""
 
-    # Its methods import torch, which TensorRT itself does not need.
+    # The methods import torch lazily, because `TensorRTBackend` must run without it.
 
     def warm_up(self, max_batch: int) -> None:
         """Run each plan on black images, with each of its batch sizes.

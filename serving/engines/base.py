@@ -85,12 +85,12 @@ class ImageRequest(NamedTuple):
 # input for an invalid image is black.
 BatchEntry = ImageRequest | ImageError
 
-# Name of the step that computes the model.
+# Name of the step that runs the model.
 MODEL_STEP = "model"
 
 
 class Step(NamedTuple):
-    """One step of the processing of a batch: its function, and the limit on concurrent batches."""
+    """Processing step of a batch: a function, and the maximum number of concurrent batches."""
 
     name: str
     # Takes the result of the previous step. The first step takes `ImageRequest`s of one input size,

@@ -24,9 +24,9 @@ from .base import BatchEntry, ImageRequest, aligned_layout
 FIRST_PAUSE_S: Final = 1e-4
 LONGEST_PAUSE_S: Final = 5e-4
 
-# Maximum size in bytes of a serialised detection, not counting the fields that depend on its class
-# and the characters of its mask: 27 for score and box, and 6 for each of five lengths and sizes,
-# including its tag.
+# Maximum size in bytes of a serialised detection without its class fields and RLE `counts`: 27 for
+# score and box, and 6 (tag and varint) for each of: the mask's height and width, and the lengths of
+# the detection, of its mask and of `counts`.
 _FIELDS_LENGTH: Final = 57
 
 
@@ -211,7 +211,7 @@ def boxes_in_sources(boxes: Tensor, scales: Tensor, limits: Tensor) -> Tensor:
 
 
 def class_table(categories: Sequence[Category], device: torch.device) -> ClassTable:
-    """Return a table on `device` of the serialised class fields of each category.
+    """Serialise the class fields of each category. Return them as a table on `device`.
 
     The fields are `label`, `class_name` and `category_id` of the protobuf message `Detection`.
     """
@@ -234,9 +234,9 @@ def message_overhead(classes: ClassTable) -> int:
 def is_serialised_on_device(request: ImageRequest) -> bool:
     """Return whether the device is to serialise the response to a request.
 
-    This is so if the mask format is RLE and the encoder is `encode_detections`. If a mask exceeds
-    the mask encoder's buffers or a class is unknown, the device cannot serialise the response; see
-    `device_response`.
+    True if the mask format is RLE and the encoder is `encode_detections`. Even then, the device
+    cannot serialise the response if a mask exceeds the mask encoder's buffers or a class is
+    unknown; see `device_response`.
     """
     return request.encoder is encode_detections and request.options.mask_format is MaskFormat.RLE
 

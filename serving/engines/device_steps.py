@@ -67,7 +67,7 @@ _MAX_DEVICE_PIXELS: Final = 1 << 24
 
 
 class DeviceSteps:
-    """Steps that decode images, compute the model and encode masks on the backend's device.
+    """Steps that decode images, run the model and encode masks on the backend's device.
 
     The device also serialises the response to a request if the request's mask format is RLE, its
     encoder is `encode_detections`, and its masks fit the mask encoder's buffers. The last step then
@@ -89,7 +89,7 @@ class DeviceSteps:
         """Create the steps of a batch (decoding, model, encoding) and their CUDA streams.
 
         Args:
-            backend: Backend that computes the model.
+            backend: Backend that runs the model.
             manifest: Manifest of the backend's bundle.
             run_capacity: Size of the mask encoder's buffer, in RLE runs per mask. Masks with more
                 runs are encoded again in a larger buffer.
@@ -302,7 +302,7 @@ class DeviceSteps:
         # for pasting may already be waiting for the inference of the next batch.
         with self._module.stream(self._repeating):
             encoded = batch.encoded.get(MaskFormat.RLE)
-            if encoded is None:  # only messages were copied, but not all masks fit into the buffers
+            if encoded is None:  # not copied yet, as the device was to serialise all RLE responses
                 assert batch.rles is not None
                 encoded = [tensor.cpu().numpy() for tensor in batch.rles]
             return selected_rles(batch.masks, EncodedMasks(*encoded), chosen)
@@ -315,10 +315,10 @@ class DeviceSteps:
         kept: NDArray[np.intp],
         counts: Iterator[bytes],
     ) -> Detections:
-        """Return the detections to keep of one image of the batch.
+        """Return the selected detections of one image of a batch.
 
-        `row` is the index of the image in the batch. `kept` are the indices of the detections in
-        the image. If RLE masks are requested, the next items of the iterator `counts` are these
+        `row` is the index of the image in the batch. `kept` are the indices of the selected
+        detections. If RLE masks are requested, the next items of the iterator `counts` are these
         detections' COCO RLE `counts`, one per detection.
         """
         image, options, _ = request
@@ -352,9 +352,9 @@ def _with_timing(
 
 
 def _kept_rows(batch: PastedBatch, image: int, request: ImageRequest) -> NDArray[np.intp]:
-    """Return the indices of an image's detections that the options of its request select.
+    """Return the indices of the detections that a request selects.
 
-    `image` is the image's index in the batch.
+    `image` is the index of the request's image in the batch.
     """
     count, _, scores, _ = (array[image] for array in batch.detections)
     return kept_rows(scores[: int(count)], request.options)
@@ -400,5 +400,5 @@ def upright_pixels(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor 
 
 @functools.lru_cache(maxsize=16)
 def _warn_once(reason: str) -> None:
-    """Log a warning with the device decoder's error. Cached, so that repeated errors log once."""
+    """Log an error of the device's decoder as a warning. Repeated errors are logged only once."""
     _log.warning("decoding the image on the CPU; the GPU decoder cannot: %s", reason)

@@ -129,7 +129,7 @@ class HostProcessor:
         """Return whether `prepare` takes less time than a switch to another thread and back."""
         if not self.engine.is_end_to_end:
             return False
-        # Pixels need no decoding. Headers of other formats can be long or compressed.
+        # Pixels need no decoding. Headers of formats other than JPEG can be long or compressed.
         return not isinstance(source, bytes) or (len(source) <= _QUICK_BYTES and is_jpeg(source))
 
     def prepare_small(self, source: SourceImage, small: int) -> tuple[EngineItem | None, int]:
@@ -163,8 +163,8 @@ class HostProcessor:
         """Return the peak host memory in bytes that decoding and resizing an image takes."""
         if isinstance(source, bytes):
             return decoding_memory(source, max_pixels=self.max_pixels)
-        # Six bytes per pixel, twice the three bytes of the source: four for Pillow's copy, and two
-        # for parts of the result.
+        # `source` has three bytes per pixel. The peak is six: four for Pillow's copy, and two for
+        # parts of the result.
         return 2 * source.nbytes
 
     def prepare(self, source: SourceImage) -> EngineItem:
@@ -189,8 +189,8 @@ class HostProcessor:
             item: Output of `prepare` for the image.
 
         Returns:
-            The encoded response with its timing. If the engine is not end-to-end, the timing is
-            all zeros.
+            The encoded response with its timing. If the engine is not end-to-end, all durations
+            are 0.
 
         Raises:
             ImageError: `result` is this error: the end-to-end engine could not decode the image.
@@ -226,7 +226,7 @@ class HostSteps:
         """Create the processing steps of a batch: decoding, model and encoding.
 
         Args:
-            backend: Backend that computes the model.
+            backend: Backend that runs the model.
             manifest: Manifest of the backend's bundle.
             threads: Maximum number of batches whose images are decoded concurrently. The same limit
                 applies separately to batches whose masks are encoded.

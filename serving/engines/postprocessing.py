@@ -197,7 +197,7 @@ def _outer_rings(masks: NDArray[np.float32]) -> _Rings:
     """Trace the outer outlines of masks [N, M, M]. N is at least 1."""
     bordered = np.pad(masks, ((0, 0), (1, 1), (1, 1)))
     side = bordered.shape[-1]
-    # All masks stacked in one array, because a call of contourpy costs more than tracing a mask.
+    # Stack all masks in one array, because a call of contourpy costs more than tracing a mask.
     column = bordered.reshape(-1, side)
     generator = contour_generator(z=column, fill_type=FillType.ChunkCombinedOffsetOffset)
     chunks = generator.filled(_THRESHOLD, np.inf)

@@ -210,7 +210,7 @@ class Metrics:
         for result in ("success", "failure"):
             self._reloads.labels(result)
         self._histograms = _image_histograms(self.registry)
-        # Histograms by their labels, model and precision.
+        # Histograms by model and precision, which are the values of their labels.
         self._children: dict[tuple[str, str], _ImageHistograms] = {}
 
     @property

@@ -33,8 +33,8 @@ class AdmissionController:
       can use all slots.
     - Otherwise let N be the slots that the connection holds or waits for, plus the slots of the new
       request. If N is at most the connection's max-min fair share, the request waits.
-    - A connection's only request waits too, unless more connections have requests than there are
-      slots.
+    - A connection's only request waits regardless of N, unless more connections have requests than
+      there are slots.
     - Requests beyond the fair share are rejected, except requests of streams, which wait; see
       `acquire`.
     - Freed slots go to the waiting connection that holds the fewest slots; ties are resolved in
@@ -218,8 +218,8 @@ class AdmissionController:
         own = self._claimed[peer]
         if not own:
             return len(others) < self.capacity
-        # The request is within the fair share if `capacity` suffices for `own` and for the slots
-        # that the other connections claim, where each of them counts with at most `own` slots.
+        # The request is within the fair share if `capacity` is at least `own` plus the slots that
+        # the other connections claim. Of each other connection, at most `own` slots are counted.
         own += slots
         return sum(min(claimed, own) for claimed in others) + own <= self.capacity
 
@@ -243,7 +243,7 @@ class AdmissionController:
 
 
 def _add(slots: Counter[str], peer: str, number: int) -> None:
-    """Add `number`, possibly negative, to a connection's slots. Delete an entry that becomes 0."""
+    """Add `number` (may be negative) to the slots of `peer`. If they become 0, delete the entry."""
     slots[peer] += number
     if not slots[peer]:
         del slots[peer]

@@ -95,9 +95,9 @@ class Batcher(Generic[Item, Result]):
             policy: Rules for the size of a batch.
 
         Raises:
-            BackendError: two processes chose backends that cannot compute the same batches.
+            BackendError: two processes chose backends that take different inputs.
         """
-        # Properties of the first worker's engine. `_check_backend` compares those of the others.
+        # Properties of the first worker's engine. `_check_backend` compares other workers with it.
         self.info = processes[0].info
         for process in processes:
             self._check_backend(process)
@@ -179,8 +179,8 @@ class Batcher(Generic[Item, Result]):
         result: asyncio.Future[BatchResult[Result]] = asyncio.get_running_loop().create_future()
         pending = _PendingItem(item, scheduling.model, memory, result)
         ticket = self._schedule.add(pending, item.bucket, scheduling, time.monotonic())
-        # In all other cases `run` wakes without this event: when a batch ends, or when the oldest
-        # item is due.
+        # Wake `run` only if necessary. It also wakes when a batch ends, and when the oldest item
+        # has waited for the maximum delay.
         if self._schedule.affects_next_start(item.bucket) and self._least_busy():
             self._changed.set()
         try:

@@ -81,7 +81,7 @@ class Pipeline:
     def stream_window(self) -> int:
         """Maximum number of in-flight images per stream.
 
-        These images fill all batches that the model's workers can have in flight, plus one batch.
+        Enough images for all batches that the model's workers can have in flight, plus one batch.
         """
         return (self.model.batcher().concurrency + 1) * self._config.max_batch
 
@@ -91,7 +91,7 @@ class Pipeline:
         If the calling task is cancelled, the image leaves the queue immediately.
 
         Args:
-            request: The request. Its `scheduling.timeout_s` is not applied here; the caller uses
+            request: The request. The caller must apply its `scheduling.timeout_s`, with
                 `request_deadline`.
             model: Model to use. Call `detect` within the `with` block of `model.use()`.
 
@@ -140,8 +140,10 @@ class Pipeline:
     ) -> tuple[TimedResult[EngineItem], Reservation | None]:
         """Convert an image to the engine's input.
 
-        Also return the host memory that is reserved for an engine that decodes the image itself.
-        The reservation lasts until the caller closes `memory`. None: nothing is reserved.
+        Returns:
+            The engine's input, with the duration and queue time of the conversion.
+            Reservation of host memory, for an engine that decodes the image itself. It lasts until
+            the caller closes `memory`. None: no memory is reserved.
         """
         small = self.decode_memory.small
         if host.is_quick(source):
@@ -277,7 +279,7 @@ class ModelRepository:
 
         Raises:
             ModelNotFoundError: no served model and no manifest has this name.
-            BundleError: no pipeline was found, but the manifest of a bundle, which may have this
+            BundleError: no pipeline was found, but a bundle's manifest, which might contain the
                 name, cannot be read.
         """
         try:
@@ -299,8 +301,8 @@ class ModelRepository:
 
         Raises:
             BundleError, BackendError: see `ServedModel.load`.
-            ServingError: two models share a name, such as `street` or `street-fp16`: each model has
-                such a second name per loaded precision.
+            ServingError: two models share a name. The names of a model are its own, such as
+                `street`, and one for each loaded precision, such as `street-fp16`.
         """
         for pipeline in self.pipelines:
             await pipeline.model.load()
@@ -320,7 +322,7 @@ class ModelRepository:
             yield
 
     async def reload_when_set(self, requested: asyncio.Event) -> None:
-        """Reload all models each time `requested` is set. A model that fails to reload is kept."""
+        """Reload all models each time `requested` is set. If a reload fails, keep the old model."""
         while True:
             await requested.wait()
             requested.clear()

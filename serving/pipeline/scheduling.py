@@ -26,7 +26,7 @@ from ..detections import SchedulingOptions, Value
 from ..errors import ExpiredError
 from ..host import name_thread
 
-# Images that a connection gets per image of another connection whose priority is one level lower.
+# Throughput ratio of two backlogged connections whose priorities differ by one level.
 _WEIGHT = 8
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class BatchPolicy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ticket(Generic[T]):
-    """Queued item, with its arrival time and its service tag (the lowest tag is served first)."""
+    """Entry of a `Schedule`: a queued item with its arrival time and service tag."""
 
     item: T
     bucket: ShapeBucket

@@ -228,10 +228,9 @@ class ServedModel:
         for batcher in self.batchers.values():
             start = time.monotonic()
             await batcher.warm_up()
-            # On a CPU, each worker computes one image per bucket. An end-to-end engine, which also
-            # decodes images and encodes masks, processes a second image per bucket, from decoding
-            # to encoding. On a GPU, the warm-up's duration says nothing about an image, because it
-            # includes compilation.
+            # On a CPU, the warm-up of a worker runs the model on one image per bucket. An
+            # end-to-end engine then also processes one image per bucket from decoding to encoding.
+            # On a GPU, the duration of the warm-up includes compilation, so it is not used.
             if batcher.info.device == "cpu":
                 per_bucket = 2 if batcher.info.is_end_to_end else 1
                 images = per_bucket * len(batcher.info.buckets) * batcher.engines_up

@@ -24,7 +24,8 @@ _CALLS_PER_SLOT = 8
 # `OpenCalls`.
 _CALLS_PER_FREE_CALL = 8
 
-# Client of the current task: a hash of its token, or its host if the server has no tokens.
+# Client whose call the current task handles, as named by `AccessPolicy.check`: a hash of the
+# client's token, or the client's host.
 current_client: Final = ContextVar("current_client", default="")
 
 # If there are more clients than this, those without recent requests are forgotten.
@@ -176,9 +177,9 @@ class DecodeMemory:
 
     A quarter of the budget is set aside for small images: `small` bytes for each thread of the
     server's thread pool. If such a thread decodes an image in at most `small` bytes, the image
-    reserves nothing. All other images reserve memory from the remaining three quarters, and wait if
-    too little is free. So do small images that a worker process decodes. Connections get memory in
-    round-robin order; see `FairSemaphore`.
+    reserves nothing. Larger images, and all images that a worker process decodes on the CPU,
+    reserve memory from the remaining three quarters, and wait if too little is free. Connections
+    get memory in round-robin order; see `FairSemaphore`.
 
     Call the methods from one event loop only.
     """
