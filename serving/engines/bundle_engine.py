@@ -33,7 +33,10 @@ from .base import (
 
 @dataclasses.dataclass(frozen=True)
 class BundleLoader:
-    """Picklable loader of a bundle's engine. Its fields are passed to `load_backend`."""
+    """Picklable loader of an engine for a bundle (exported model).
+
+    The fields are the arguments of `load_backend`.
+    """
 
     bundle: Path
     manifest: Manifest

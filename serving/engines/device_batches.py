@@ -113,7 +113,7 @@ class InferredBatch(NamedTuple):
 
 
 class PastedBatch(NamedTuple):
-    """Batch after mask encoding, with detections, masks and serialised detections."""
+    """Batch after mask encoding: boxes, scores, labels, masks and serialised detections."""
 
     inferred: InferredBatch
     masks: MaskBatch

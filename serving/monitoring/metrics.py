@@ -44,7 +44,7 @@ _Durations = list[int]
 
 
 class Reason(NamedTuple):
-    """Reason why a request failed, as values of the label `reason` of two Prometheus metrics.
+    """Failure reason of a request: values of the label `reason` in two Prometheus metrics.
 
     `name`: value in maskrcnn_rejected_total. `triton`: value in nv_inference_request_failure.
     """

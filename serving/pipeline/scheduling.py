@@ -75,7 +75,7 @@ class Ticket(Generic[T]):
 
 
 class Schedule(Generic[T]):
-    """Queues of items that wait for a batch, one queue per shape bucket (input size).
+    """Queues of items (images) that wait for a batch, one queue per shape bucket (input size).
 
     The schedule does not read a clock: callers pass the current time in seconds as `now`.
     """

@@ -98,7 +98,7 @@ class ServedModel:
             BundleError: the bundle is missing, or its manifest is invalid.
         """
         # Symbolic links are resolved once: restarted workers need the files that this model was
-        # loaded from, even if a link leads to a new bundle by then.
+        # loaded from, even if a link has been changed to another bundle since.
         source = source.resolved()
         self.version = source.version or MODEL_VERSION
         self.bundle = source.bundle.resolve()
@@ -182,7 +182,7 @@ class ServedModel:
 
     @property
     def states(self) -> dict[str, bool]:
-        """Whether the model can process requests, by model name (NAME or NAME-PRECISION)."""
+        """Map from model name (NAME or NAME-PRECISION) to whether it can process requests now."""
         # Metrics are also collected before the model is loaded. It has no batchers then.
         is_loaded = bool(self.batchers) and not self.is_unloaded
         return {

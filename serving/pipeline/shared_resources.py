@@ -28,7 +28,7 @@ _CALLS_PER_FREE_CALL = 8
 # client's token, or the client's host.
 current_client: Final = ContextVar("current_client", default="")
 
-# If there are more clients than this, those without recent requests are forgotten.
+# If `RateLimits` stores more clients than this, it drops those without recent requests.
 _MAX_CLIENTS: Final = 10_000
 
 # The default budget for decoding images is `memory_limit()` divided by this number. Messages, model
