@@ -9,8 +9,8 @@ __version__ = "0.1.0"
 # user's cache folder. It reads the variable once, on import, so set it before other imports.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-# `module:attribute` by public name. A module is imported when its name is first used, because
-# `train` needs torch, whose import takes seconds. `__init__.pyi` has the types.
+# Location `module:attribute` of each public name. The module is imported when the name is first
+# used, because `train` needs torch, whose import takes seconds. `__init__.pyi` has the types.
 _MODULES = {
     "load_config": "training.config:load_config",
     "train": "training.run:run_training",

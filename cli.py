@@ -122,7 +122,7 @@ def main() -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")
     # A full garbage collection traverses all objects. It frees nothing while torch is imported or a
     # model is traced. With Python's default threshold of 10, full collections take a tenth of the
-    # time of both.
+    # import's and of the tracing's time.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
     try:
         # If `standalone_mode` is False, click returns None after a command, and the exit code after
@@ -182,7 +182,7 @@ def _unknown_name(ctx: click.Context, kind: str, word: str, allowed: Sequence[st
 def _message_of_user_error(error: Exception, args: Sequence[str]) -> str | None:
     """Return the message to print for an exception that the user can resolve.
 
-    None: the exception is a bug of this package.
+    Return None if the exception is a bug of this package.
 
     Args:
         error: exception that a command raised.

@@ -77,7 +77,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return a page's Markdown in which links to repository paths are replaced by site links."""
     path = page.file.src_uri
-    if not (ROOT / path).exists():  # a page of this hook
+    if not (ROOT / path).exists():  # a page that `on_files` generated
         return markdown
     return _LINK.sub(lambda link: _relative(_uri(_resolved(path, link[1])), path), markdown)
 

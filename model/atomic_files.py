@@ -64,8 +64,8 @@ def check_creatable(path: Path, suffix: str = "") -> None:
             example, a checkpoint. Pipes and devices may have any name.
 
     Raises:
-        OSError: It cannot be created. `strerror` names the existing folder or file that prevents
-            it, or the fault of the name, and `filename` is `path`.
+        OSError: The file or folder cannot be created. `strerror` states the reason: an invalid
+            name, or the existing folder or file that prevents it. `filename` is `path`.
     """
     try:
         is_name = b"\0" not in os.fsencode(path)
@@ -91,5 +91,5 @@ def check_creatable(path: Path, suffix: str = "") -> None:
 
 
 def _is_written_directly(path: Path) -> bool:
-    """Return whether a path is not a file, but for example /dev/null, or the link /dev/stdout."""
+    """Return whether an existing path is not a regular file, or is in /dev or /proc."""
     return path.exists() and (not path.is_file() or path.absolute().parts[1] in ("dev", "proc"))

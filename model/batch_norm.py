@@ -1,19 +1,19 @@
-"""Batch norm of the box and mask heads. Its statistics cover only some of a batch's RoIs."""
+"""Batch norm of the box and mask heads, with training statistics from selected RoIs only."""
 
 import torch
 from torch import Tensor, nn
 
 
 class RoiBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm that computes its statistics in training from some of the RoIs only."""
+    """Batch norm that, in training, computes its statistics from selected RoIs only."""
 
     def forward(self, maps: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Normalise the feature maps of all RoIs. The result has the shape and dtype of `maps`.
 
         Args:
             maps: [K, C, H, W], feature maps of K RoIs.
-            chosen: [B, R] bool, the RoIs from which statistics are computed: R of each of B images,
-                K = B * R. If it is None or all false, statistics are computed from all RoIs.
+            chosen: [B, R] bool for R RoIs in each of B images (K = B * R). True: statistics are
+                computed from this RoI. If None or all false, they are computed from all RoIs.
         """
         if chosen is None or not self.training:
             return super().forward(maps)

@@ -80,8 +80,8 @@ def save_atomically(content: object, path: Path) -> None:
         with atomic_write(path) as file:
             torch.save(content, file)
     except RuntimeError as error:
-        # After a failed write, torch cannot complete the archive, and raises a RuntimeError in the
-        # context of the OSError.
+        # After a failed write, torch cannot complete the archive, and raises a RuntimeError whose
+        # `__context__` is the OSError.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -89,7 +89,7 @@ def save_atomically(content: object, path: Path) -> None:
 
 def unreadable_file_message(path: Path, error: OSError) -> str:
     """Return the message of a `CheckpointError`, given the error raised when reading a file."""
-    if error.errno == errno.EINVAL:  # torch seeks to a position that a cut off file does not have
+    if error.errno == errno.EINVAL:  # torch seeks to an invalid position in a truncated file
         return f"{path} is damaged; give another file"
     return (
         f"cannot read {path}: {error.strerror or error}; make the file readable for this user, or "

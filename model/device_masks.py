@@ -1,4 +1,4 @@
-"""Pasting of masks into images and their encoding as COCO RLE, on any device."""
+"""Pasting of masks into images, and COCO RLE encoding of pasted masks, on any device."""
 
 from collections.abc import Iterable
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -124,7 +124,7 @@ def _encode_exactly(masks: MaskBatch, chosen: NDArray[np.intp]) -> list[bytes]:
     image.
     """
     # Make few transfers between host and device. Each transfer waits for all earlier work in the
-    # stream, in which masks of other batches are encoded again, too.
+    # stream, which includes this function's work for other batches.
     index = torch.from_numpy(chosen).to(masks.boxes.device)
     probabilities = masks.probabilities.flatten(0, 1)[index]
     boxes = masks.boxes.flatten(0, 1)[index]

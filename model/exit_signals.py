@@ -15,10 +15,10 @@ def exit_on_signals() -> Iterator[Callable[[], None]]:
 
     The exit status is 128 + signal number. After the first signal, further signals are ignored.
     A signal that is already ignored, as under `nohup`, or that already has a handler, is left
-    unchanged, also by the yielded function. So are all signals if this is not the main thread.
+    unchanged, even by the yielded function. In other threads than the main thread, do nothing.
 
     Yields:
-        Function that makes the process ignore both signals, for example during clean-up.
+        Function that makes the process ignore SIGTERM and SIGHUP, for example during clean-up.
     """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = [

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUPS: Final = Path("/proc/self/cgroup")
-# Numbers of two parameters in glibc's malloc.h, and the largest value that they can have.
+# Numbers of two parameters of `mallopt` in glibc's malloc.h, and the largest value of a C int.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES: Final = 2**31 - 1
 
@@ -104,7 +104,7 @@ def _own_cgroups(controller: str) -> Iterator[Path]:
         else:
             continue
         folder = root / path.lstrip("/")
-        # Within a container, `path` may be that of the host, and only `root` exists.
+        # In a container, `path` may be a path on the host. Then only the folder `root` exists.
         yield from (p for p in (folder, *folder.parents) if p.is_relative_to(root))
 
 

@@ -172,8 +172,8 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
         image = plugin(BytesIO(data))
     except Exception as error:  # on hostile bytes, codecs raise exceptions of any type
         raise ImageError(f"the image's header is damaged: {error}") from error
-    # Let Pillow decode the data as one block. For each of several blocks, it would copy the unused
-    # rest of the data.
+    # Let Pillow decode the data as one block. Otherwise it would copy the remaining data after each
+    # block.
     image.decodermaxblock = len(data)
     check_size(image.height, image.width, max_pixels)
     if scan:
@@ -183,7 +183,7 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
 
 def _orientation_of(image: ImageFile, data: bytes) -> int:
     # To find metadata after the pixels of a PNG, Pillow decodes the whole image. Most PNGs have no
-    # metadata, so search for its names first.
+    # metadata, so search the data for the names of metadata first.
     if isinstance(image, PngImageFile) and not any(name in data for name in _PNG_METADATA):
         return 1
     try:

@@ -65,7 +65,8 @@ def is_image_file(path: PurePath, suffixes: Collection[str] = IMAGE_FILE_SUFFIXE
 
     `suffixes` are the accepted suffixes in lower case.
     """
-    # macOS adds a file `._a.jpg`, which has no pixels, to each `a.jpg` on foreign file systems.
+    # On file systems of other platforms, macOS writes a file `._a.jpg` without pixels beside each
+    # `a.jpg`.
     return path.suffix.lower() in suffixes and not path.name.startswith("._")
 
 

@@ -13,7 +13,7 @@ _OPTIONS: dict[str, Any] = {"comprehensive_padding": False}
 def configure_inductor() -> dict[str, Any]:
     """Configure Inductor in this process, and return the options for `torch.compile`."""
     if torch.__version__ < "2.13":
-        from torch._inductor.exc import OperatorIssue  # only for callers that compile
+        from torch._inductor.exc import OperatorIssue  # needed only to compile
 
         # When Inductor first compiles a custom operation, it formats a message with the operation's
         # inputs, even if nothing logs this message. The text of an input contains the texts of its

@@ -11,12 +11,12 @@ LOSS_NAMES = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_bo
 
 
 class LossTerms(NamedTuple):
-    """Sums of the five losses, and the counts that divide them, in the order of `LOSS_NAMES`."""
+    """Sums of the five losses, and the counts to divide them by, in the order of `LOSS_NAMES`."""
 
     # [5] float32.
     sums: Tensor
-    # [5] float32, in the same order: sampled anchors (twice), sampled RoIs (twice), mask pixels of
-    # positive RoIs.
+    # [5] float32, in the order of `LOSS_NAMES`: sampled anchors (twice), sampled RoIs (twice),
+    # mask pixels of positive RoIs.
     counts: Tensor
 
     def means(self, counts: Tensor | None = None) -> Tensor:

@@ -98,7 +98,7 @@ class MaskRCNN(nn.Module):
     def losses(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return the sums of a batch's losses, and the counts that divide them.
+        """Return the sums of a batch's losses, and the counts to divide them by.
 
         The arguments (padded images, their sizes before padding, ground truth, and random seeds)
         are those of `forward`.

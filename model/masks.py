@@ -201,7 +201,7 @@ def _counts_from_probabilities(
 
 
 def _joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Join the edges of a mask's consecutive chunks: flat indices at which the value changes.
+    """Join the edges (flat indices at which a mask's value changes) of consecutive chunks.
 
     In each chunk, the values before the first and after the last pixel count as 0. So if a run of
     ones crosses the border between two chunks, both chunks have an edge at the border. Drop both

@@ -15,7 +15,8 @@ from PIL.Image import Resampling, fromarray
 from .bundle.spec import ResizeRule, ShapeBucket
 from .image_limits import ImageError
 
-# Rows that are interpolated at a time. Intermediate results of whole images would take more memory.
+# Number of rows interpolated at a time. For whole images, intermediate results would take more
+# memory.
 _STRIP_ROWS = 32
 
 # Pixels [h, w, 3] RGB in 0..255: float32 after resizing by the rule `torchvision`, else uint8.

@@ -191,10 +191,10 @@ class RegionProposalNetwork(nn.Module):
             maps = hidden.flatten(0, 1).movedim(-1, 1)
             maps = F.conv2d(maps, conv.weight, conv.bias).relu()
             hidden = torch.unflatten(maps.movedim(1, -1), 0, batch)
-            # Set cells outside of the map to 0: the next convolution pads the map with zeros.
+            # Set cells outside of the map to 0, which is the convolutions' padding.
             inside = [feature.new_ones(len(feature), 1, *feature.shape[2:]) for feature in features]
             hidden = hidden * feature_patches(inside, cells, radius)
-        # The last convolution has one output cell per anchor, so it is a matrix product.
+        # The last convolution computes a single cell per anchor, so it is a matrix product.
         kernel = last.weight.permute(0, 2, 3, 1).flatten(1)
         hidden = F.linear(hidden.flatten(2), kernel, last.bias).relu()
         logits, deltas = (

@@ -106,7 +106,7 @@ def write_compiled_program(
 def add_kernels(
     path: Path, precision: Precision, device: torch.device, images: torch.Size, dtype: torch.dtype
 ) -> None:
-    """Run a compiled program, and add the kernels that it compiles to its file.
+    """Run a compiled program, and store the kernels compiled during the run in the program's file.
 
     Call this function only in a new process, because it redirects the caches of compiled kernels,
     and because kernels that the process has already compiled would be missing.
@@ -122,7 +122,7 @@ def add_kernels(
         os.environ["XDG_CACHE_HOME"] = folder
         os.environ["TRITON_CACHE_DIR"] = str(Path(folder, "triton"))
         program = load_compiled_program(path, precision, device)
-        stored = cached_kernels(device)  # by torch, in the compiled program
+        stored = cached_kernels(device)  # kernels that the file already contains
         batch = torch.zeros(images, dtype=dtype, device=device)
         sizes = torch.tensor([images[2:]] * len(batch), device=device)
         for count in (1, len(batch)):
@@ -161,7 +161,7 @@ def load_compiled_program(path: Path, precision: Precision, device: torch.device
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    # As in `write_program`, Python writes the file, so that a full disk raises an OSError.
+    # Let Python write the file, so that a full disk raises an OSError.
     buffer = io.BytesIO()
     torch.save(content, buffer)
     path.write_bytes(buffer.getbuffer())

@@ -1,8 +1,8 @@
-"""Compiled kernels of a compiled program, copied from the user's caches to a bundle and back.
+"""Copying of compiled GPU kernels from the user's kernel caches, and back into them.
 
-A compiled program contains the kernels that torch generates. When it first runs, it compiles
-further kernels: the CUDA kernels of `plugins`, and Triton kernels within custom operations. Their
-compilation would take most of the time of a first start.
+A compiled program contains the kernels that torch generates. On its first run, further kernels are
+compiled: the CUDA kernels of `plugins`, and Triton kernels within custom operations. This
+compilation would take most of a server's first start, so these kernels are stored, too.
 """
 
 import os
@@ -16,9 +16,9 @@ from ...plugins.runtime.user_cache import cache_folder, write_cached
 
 # Triton's files that a process needs to run a kernel. The others contain intermediate code.
 _SUFFIXES = {".cubin", ".json", ".so"}
-# Triton's files that list all files of a kernel with their absolute paths begin with this prefix.
+# Name prefix of Triton's lists, each of which has the absolute paths of all files of a kernel.
 _LIST_PREFIX = "__grp__"
-# Stands for Triton's cache folder in these files.
+# Placeholder for the path of Triton's cache folder in stored lists.
 _FOLDER = b"[TRITON_CACHE_DIR]"
 
 
@@ -39,9 +39,9 @@ def cached_kernels(device: torch.device) -> dict[str, bytes]:
 
 
 def restore_kernels(kernels: Mapping[str, bytes], device: torch.device) -> None:
-    """Write compiled kernels that are not in the caches into them.
+    """Write compiled kernels to the kernel caches, unless the caches contain them already.
 
-    If a cache cannot be written, do nothing: its kernels are then compiled when they first run.
+    If a cache cannot be written, do nothing. Its kernels are then compiled on first use.
 
     Args:
         kernels: result of `cached_kernels` in a process with the same versions of torch and Python,
@@ -51,7 +51,7 @@ def restore_kernels(kernels: Mapping[str, bytes], device: torch.device) -> None:
     nvrtc, triton = _folders(device)
     # Inductor sets this variable when it loads its first Triton kernel, which may come later.
     os.environ.setdefault("TRITON_CACHE_DIR", str(triton))
-    # Lists come last: if the process ends before, Triton does not find an incomplete kernel.
+    # Write the lists last. If the process ends early, Triton then finds no incomplete kernel.
     for name in sorted(kernels, key=lambda name: Path(name).name.startswith(_LIST_PREFIX)):
         cache, file = name.split("/", 1)
         path = (nvrtc if cache == "nvrtc" else triton) / file

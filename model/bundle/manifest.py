@@ -34,12 +34,11 @@ ARTIFACT_SUFFIXES: Mapping[ArtifactKind, str] = {
     "tensorrt": ".plan",
     "tensorrt-rtx": ".rtx",
 }
-# Suffix of torch programs that are compiled for one machine.
+# Suffix of torch programs that are compiled for one GPU architecture.
 COMPILED_SUFFIX = ".compiled"
 # Precisions for which the value ranges of a model are measured on calibration images.
 QUANTIZED_PRECISIONS: tuple[Precision, ...] = ("int8", "fp8")
-# Precisions that the runtime of each artifact kind does not support. Bundles have no artifacts of
-# such a kind in these precisions.
+# Precisions that bundles lack, by kind of artifact: the kind's runtime does not support them.
 MISSING_PRECISIONS: Mapping[ArtifactKind, tuple[Precision, ...]] = {
     "onnx": ("bf16", "fp8"),
     "torch": QUANTIZED_PRECISIONS,
@@ -81,7 +80,7 @@ class Preprocessing(_Record):
     channel_order: Literal["RGB"] = "RGB"
 
     def fits(self, bucket: ShapeBucket) -> bool:
-        """Whether a bucket (input size) is large enough for resized images of some aspect ratio."""
+        """Whether resized images of at least one aspect ratio fit into a bucket (input size)."""
         return min(bucket) >= self.min_size or max(bucket) >= self.max_size
 
 
@@ -189,8 +188,8 @@ class Provenance(_Record):
 
     checkpoint: str
     checkpoint_sha256: str
-    # SHA-256 of the model's configuration. Weights files of other programs do not contain the
-    # configuration. None: the bundle was exported before this field existed.
+    # SHA-256 of the model's configuration. `checkpoint_sha256` does not cover the configuration if
+    # the weights file is from another program. None: exported before this field existed.
     config_sha256: str | None = None
     iteration: int
     metrics: dict[str, float]
@@ -319,7 +318,7 @@ def verify_artifact(bundle: Path, artifact: Artifact) -> None:
     """Check the SHA-256 of all files of an artifact: the model, and its compiled program if any.
 
     Raises:
-        BundleError: see `verified_path`.
+        BundleError: `verified_path` rejects a file.
     """
     verified_path(bundle, artifact)
     if artifact.compiled:

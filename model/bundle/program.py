@@ -1,4 +1,4 @@
-"""Loading and compilation of exported torch programs, without the Python code of the model."""
+"""Loading and compilation of exported torch programs. The model's Python code is not needed."""
 
 import contextlib
 import warnings

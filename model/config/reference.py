@@ -127,7 +127,7 @@ def _plural(annotation: Any) -> str:
 
 
 def _bound(rule: Any) -> str:
-    """Describe a pydantic constraint, as in `>= 1`. Return "" for a rule of another type."""
+    """Describe a pydantic constraint, as in `>= 1`. Return "" if it is not a bound."""
     for name, sign in _SIGNS.items():
         if hasattr(rule, name):
             return sign.format(getattr(rule, name))

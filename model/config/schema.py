@@ -52,9 +52,9 @@ class YamlConfig(FrozenConfig):
 
 
 def _took_boolean(value: Any, validated: Any) -> bool:
-    """Return whether pydantic took a boolean in `value` for a number.
+    """Return whether pydantic converted a boolean in `value` to a number.
 
-    YAML also writes booleans as yes and no.
+    In YAML, `yes` and `no` are booleans, too.
     """
     if isinstance(value, dict) and isinstance(validated, dict):
         return any(_took_boolean(item, validated.get(key, item)) for key, item in value.items())

@@ -22,7 +22,7 @@ class Checksum:
         return f"{'MD5' if self.algorithm == 'md5' else 'SHA-256'} {self.digest}"
 
     def of(self, path: Path, step: str, on_progress: ByteProgress) -> "Checksum":
-        """Return the checksum of a file, cut to the number of digits of this one for comparison.
+        """Return the checksum of a file, truncated to as many digits as `self` has.
 
         Args:
             path: Path of an existing file.

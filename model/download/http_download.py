@@ -162,7 +162,7 @@ class _Download:
             with self._client() as client:
                 while not retrying(self._advance, client):
                     time.sleep(self.policy.pause)
-        except httpx.UnsupportedProtocol as error:  # the URL, or one redirected to, has no host
+        except httpx.UnsupportedProtocol as error:  # the URL, or a redirect's target, lacks a host
             raise DownloadError(
                 f"{self.name}: {_reason(error).rstrip('.')}; correct the URL, or "
                 f"{self.remedies.other_source}"

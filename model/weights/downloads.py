@@ -186,7 +186,7 @@ def _bars() -> AbstractContextManager[ByteProgress]:
 
 @functools.cache
 def _print_once(line: str) -> None:
-    """Print a line, unless this process has printed it before: a command reads weights twice."""
+    """Print a line, unless this process has printed it already. Commands read weights twice."""
     _print(line)
 
 
