@@ -60,7 +60,7 @@ def random_keys(seeds: Tensor, count: int, stream: int) -> Tensor:
     # device, in any batch and on any rank, and resuming needs no generator state.
     positions = torch.arange(count, device=seeds.device)
     # The product equals seeds * 6364136223846793005 + positions * 2862933555777941757 modulo 2**64.
-    # The positions are not multiplied alone, because torch.compile would multiply them in 32 bits.
+    # Add the seeds first: torch.compile would multiply the positions alone in 32 bits.
     mixed = (seeds[:, None] * 567062103879103985 + positions) * 2862933555777941757 + stream
     for shift, factor in ((31, -4658895280553007687), (27, -7723592293110705685), (33, 1)):
         mixed = (mixed ^ (mixed >> shift)) * factor

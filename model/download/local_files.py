@@ -87,7 +87,7 @@ class RemoteVersion(FrozenConfig):
         return self.etag or self.last_modified
 
     def agrees_with(self, other: "RemoteVersion") -> bool:
-        """Whether the two versions are equal in all those headers that both of them have."""
+        """Whether two versions have equal values of all headers that the server sent for both."""
         pairs = ((getattr(self, key), getattr(other, key)) for key in RemoteVersion.model_fields)
         return all(mine == theirs or None in (mine, theirs) for mine, theirs in pairs)
 
