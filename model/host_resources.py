@@ -15,6 +15,8 @@ _OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 # Numbers of two parameters of `mallopt` in glibc's malloc.h, and the largest value of a C int.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES: Final = 2**31 - 1
+# Maximum value of `_M_MMAP_THRESHOLD` in older versions of glibc, such as 2.34.
+_OLD_MMAP_THRESHOLD: Final = 32 << 20
 
 
 def machine_memory() -> dict[str, int]:
@@ -66,7 +68,8 @@ def keep_freed_memory() -> None:
     with contextlib.suppress(AttributeError):  # no mallopt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        if not mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES):
+            mallopt(_M_MMAP_THRESHOLD, _OLD_MMAP_THRESHOLD)
 
 
 class _CgroupMemory(NamedTuple):

@@ -220,7 +220,9 @@ def _record(config: TrainConfig) -> None:
         names = (path.with_stem(f"{path.stem}-original-{number}") for number in count(1))
         kept = next(name for name in names if not name.exists())
         path.replace(kept)
-        logger.info("the run writes all its settings to %s; renamed the older file to %s", path, kept)
+        logger.info(
+            "the run writes all its settings to %s; renamed the older file to %s", path, kept
+        )
     with atomic_write(path) as file:
         file.write(yaml_from_config(config).encode())
     solver = config.solver.model_dump()

@@ -63,8 +63,7 @@ def _allowed_values(details: ErrorDetails, model: type[BaseModel]) -> str:
     """Describe the allowed values of the configuration key that a validation error names."""
     known = _all_keys(model)
     prefixes = list(accumulate(map(str, details["loc"]), "{}.{}".format))
-    # The path of an error in a list's element ends in the element's index. The list's key is a
-    # prefix of this path.
+    # The path of an error in an element of a list begins with the list's key.
     name = next((prefix for prefix in prefixes if prefix in known), None)
     if name is None:
         return f"it is a section with the keys {', '.join(_names_within(prefixes[-1], model))}"
