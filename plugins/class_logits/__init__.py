@@ -1,7 +1,7 @@
 """Mask logits of each instance, for the instance's class only.
 
-`maskrcnn::class_logits` takes activated features. `maskrcnn::relu_class_logits` first adds a bias
-to the features and applies a ReLU. Only `relu_class_logits` has a gradient.
+`maskrcnn::class_logits` takes features after their ReLU. `maskrcnn::relu_class_logits` first adds a
+bias to the features and applies a ReLU. Only `relu_class_logits` has a gradient.
 """
 
 from .operation import class_logits, relu_class_logits

@@ -15,13 +15,14 @@ static_assert(CHANNELS % VECTOR == 0, "a load does not cross a cell's end");
 
 using Values = Vector<VALUE, VECTOR>;
 
-// A lane's channels of the features of a cell, of a weight or of the offset. Channels from CHANNELS
-// on are zero.
+// The channels that a lane holds of a cell's features, of a weight or of the offset. Channels from
+// CHANNELS on are zero.
 struct Channels {
     float values[STEPS][VECTOR] = {};
 };
 
-// Call `use` with the step and the first channel of each group of VECTOR channels of the lane.
+// Call use(step, channel) for each of the lane's groups of VECTOR channels. `channel` is the first
+// one.
 template <typename Use>
 __device__ void for_each_step(const Use& use) {
 #pragma unroll

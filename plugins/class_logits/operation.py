@@ -1,8 +1,8 @@
 """`maskrcnn::class_logits`, `relu_class_logits`: mask logits of each instance, for its class only.
 
 Specification of all implementations: products and sums are float32, and the logit, including the
-bias, is rounded once to the dtype of the features. The same holds for gradients. If torch may use
-TF32 in matrix products, the gradients of weight and bias are sums of values rounded to TF32.
+bias, is rounded once to the dtype of the features. So are gradients. If torch may use TF32 in
+matrix products, the gradients of weight and bias are sums of values rounded to TF32.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def _(features: Tensor, offset: Tensor, weight: Tensor, bias: Tensor, labels: Te
 def relu_class_logits_backward(
     grad: Tensor, features: Tensor, offset: Tensor, weight: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the features, and sums from which autograd computes other gradients.
+    """Return the gradient of the features, and sums for the gradients of weight and offset.
 
     `grad` is the gradient of the logits, [R, P]. The other arguments are those of
     `relu_class_logits`.

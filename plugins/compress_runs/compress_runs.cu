@@ -1,9 +1,9 @@
 // Compress run lengths to COCO RLE strings, one block per mask.
 // Specification: compress_runs/operation.py.
 //
-// A block first counts the characters of its mask, and reserves a range of that length in the text
-// of all masks. A thread then encodes one run at a time. A prefix sum over the block gives the
-// position of the run's characters.
+// A block first counts the characters of its mask, and reserves a range of that length in `text`,
+// which all masks share. A thread then encodes one run at a time. A prefix sum over the block gives
+// the position of the run's characters.
 //
 // Compile-time constants: THREADS.
 #include "warp.cuh"
@@ -31,7 +31,7 @@ compress_runs(const int* __restrict__ counts, const int* __restrict__ num_runs, 
     const long long mask = blockIdx.x;
     counts += mask * runs_capacity;
     long long* const span = spans + 2 * mask;
-    // The row after the last mask counts the characters that masks have reserved.
+    // The last row of `spans`, after those of the masks, counts all reserved characters.
     unsigned long long* const reserved =
         reinterpret_cast<unsigned long long*>(spans + 2 * static_cast<long long>(gridDim.x));
     const int runs = num_runs[mask];

@@ -1,7 +1,7 @@
 """Compression of run lengths to COCO RLE strings.
 
-Specification of all implementations: each string is the compressed `counts` of COCO RLE. The
-strings of all masks are in one text without gaps, in any order.
+Specification of all implementations: each string is the compressed `counts` of COCO RLE. One text
+buffer holds the strings of all masks without gaps, in any order.
 """
 
 import torch

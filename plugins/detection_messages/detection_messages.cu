@@ -144,7 +144,7 @@ detection_messages(const long long* __restrict__ counts, const float* __restrict
                       text_capacity,
                       class_lengths};
     long long* const span = spans + 2 * row;
-    // The row after the last image counts the bytes that images have reserved.
+    // The last row of `spans`, after those of the images, counts all reserved bytes.
     unsigned long long* const reserved =
         reinterpret_cast<unsigned long long*>(spans + 2 * static_cast<long long>(gridDim.x));
 

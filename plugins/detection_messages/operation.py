@@ -36,7 +36,7 @@ class DetectionBatch(NamedTuple):
     # [B, 2] int64, height and width of the source images in pixels.
     sizes: Tensor
     # [B, 2] float64, for each image: maximum number of detections to select, and score threshold.
-    # Selected detections have higher scores than the threshold.
+    # Only detections with scores above the threshold are selected.
     selections: Tensor
 
 
@@ -65,9 +65,9 @@ def detection_messages(
     Returns:
         messages: [capacity] uint8, the bytes of all images. The bytes after the last image, and
             those of an image that would end beyond the capacity, are undefined.
-        spans: [B, 2] int64, start and length of each image's bytes, even beyond the capacity. If a
-            selected detection has no RLE characters in `batch.text`, or if its class is not in
-            `classes`, the length is -1 and the start is undefined.
+        spans: [B, 2] int64, start and length of each image's bytes, also of images that would end
+            beyond the capacity. If a selected detection has no RLE characters in `batch.text`, or
+            if its class is not in `classes`, the length is -1 and the start is undefined.
 
     Raises:
         ValueError: on a GPU, an argument has another dtype or shape than documented.

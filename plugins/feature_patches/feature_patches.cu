@@ -118,7 +118,7 @@ feature_patches_backward(const Feature* __restrict__ gradients,
         const int channel = first_channel + lane * VECTOR;
         Accumulator<Feature> sums[VECTOR] = {};
         for (int first = 0; first < patches; first += WARP) {
-            // Cell of the lane's patch that is at the target; -1: none.
+            // Index of the cell of the lane's patch that is at `target`; -1: none.
             int index = -1;
             if (first + lane < patches) {
                 const Position other = position_of(centres[first + lane], maps);

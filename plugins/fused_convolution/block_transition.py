@@ -6,9 +6,9 @@ of the tensors. The first convolution of the next block reads the rounded values
 to its result, too. `can_fuse_transition` tests whether a block is supported.
 """
 
-# In the first stages of a ResNet-50 or larger, memory traffic determines how long these layers
-# take. Unlike in separate kernels, the sum is not read back, and the shortcut's result is not
-# written.
+# In the first stages of a ResNet-50 or larger, memory traffic limits the speed of these layers.
+# Unlike separate kernels, the fused kernel neither reads the sum back nor writes the shortcut's
+# result.
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,9 +30,10 @@ _MIN_CHANNELS = 64
 _MAX_INPUTS = 128  # inputs of the last convolution, and of the shortcut's
 _MAX_OUTPUTS = 512  # outputs of the residual block
 _MAX_REDUCED = 256  # outputs of the next block's first convolution
-_MAX_REDUCED_WITH_SHORTCUT = 128  # the same, if the shortcut has a convolution
+_MAX_REDUCED_WITH_SHORTCUT = 128  # the same outputs, if the shortcut has a convolution
 
-# Compute capability on which the fused kernel was measured, and is always the fastest.
+# Compute capability on which the fused kernel was always faster than separate kernels. There, the
+# separate kernels are not measured.
 _MEASURED_CAPABILITY = (9, 0)
 
 

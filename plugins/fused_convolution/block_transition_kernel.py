@@ -13,11 +13,11 @@ from .libraries import UnsupportedError
 
 
 class Blocks(NamedTuple):
-    """Launch parameters of the kernel."""
+    """Launch parameters of the Triton kernel."""
 
-    # Pixels of a thread block.
+    # Number of pixels that a thread block computes.
     pixels: int
-    # Channels of the residual block's output that a thread block computes at a time.
+    # Number of channels of the residual block's output that a thread block computes at a time.
     channels: int
     warps: int
     # Pipeline stages: number of groups of `channels` whose inputs are in shared memory at once.
@@ -25,10 +25,10 @@ class Blocks(NamedTuple):
 
 
 def fastest_blocks(matrices: Mapping[str, Tensor]) -> tuple[Blocks, ...]:
-    """Return the launch parameters to measure. Which ones are the fastest depends on the pixels.
+    """Return the candidate launch parameters, of which the caller measures the fastest.
 
-    They were found for an R-50-FPN on an H200. `matrices` are the inputs of
-    `launch_block_transition`.
+    The number of pixels decides which candidate is the fastest. The candidates were found for an
+    R-50-FPN on an H200. `matrices` are the inputs of `launch_block_transition`.
     """
     if "shortcut_weight" in matrices:
         return Blocks(128, 64, 4, 2), Blocks(64, 32, 4, 2)
@@ -57,7 +57,7 @@ def launch_block_transition(matrices: Mapping[str, Tensor], blocks: Blocks) -> N
     """
     has_shortcut_weight = "shortcut_weight" in matrices
     reduced, outputs = matrices["next_weight"].shape
-    # Numbers of rows and columns that the kernel reads or writes at once. -1: all.
+    # For each matrix, rows and columns that the kernel reads or writes at once. -1: all.
     shapes = {
         "images": (blocks.pixels, -1),
         "weight": (blocks.channels, -1),

@@ -25,8 +25,8 @@ _WORKSPACE = 4 << 20
 # Maximum number of algorithms that cuBLASLt proposes for a product.
 _CANDIDATES = 6
 
-# Held while a product is queued, because all calls of a `Product` share one descriptor, which holds
-# the address of the current call's bias.
+# Held while a product is queued, because all calls of a `Product` share one descriptor, in which a
+# call stores the address of its bias.
 _lock = threading.Lock()
 
 

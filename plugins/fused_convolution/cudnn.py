@@ -18,8 +18,8 @@ from .libraries import Library, UnsupportedError
 _DATA_TYPES = {torch.float16: 2, torch.bfloat16: 9}
 _FLOAT, _NHWC, _CROSS_CORRELATION, _TENSOR_OP_MATH = 0, 1, 1, 1
 _RELU, _IDENTITY = 1, 5
-# The only algorithm that cuDNN supports without an activation. cuDNN selects one of the kernels
-# that implement it.
+# Without an activation, cuDNN supports only this algorithm. Several kernels implement it, of which
+# cuDNN selects one.
 _PRECOMPUTED_GEMM = 1
 
 # A handle must not be used by two threads at once.

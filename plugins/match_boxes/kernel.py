@@ -9,8 +9,8 @@ _ITEMS = 4
 # Ground-truth boxes that a block loads at once.
 _TILE = 128
 
-# Kernel that marks the candidates of highest IoU with each ground-truth box as positive. It runs
-# after `match_boxes_kernel` if `low_quality`.
+# Kernel that marks the candidates of highest IoU with each ground-truth box as positive. With
+# `low_quality`, it runs after `match_boxes_kernel`.
 MATCH_BEST = Kernel("match_boxes/match_best.cu", "match_best", (("THREADS", _THREADS),))
 
 
@@ -63,8 +63,8 @@ def match_boxes_launch(batch: int, truths: int, candidates: int, *, shared: bool
 def match_best_launch(batch: int, truths: int, candidates: int, *, shared: bool) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `MATCH_BEST`.
 
-    `MATCH_BEST` runs after `match_boxes_kernel`. It marks the candidates of highest IoU with each
-    ground-truth box as positive, and removes their negative mark.
+    `MATCH_BEST` runs after `match_boxes_kernel`. It makes the candidates of highest IoU with each
+    ground-truth box positive and not negative.
 
     An image has G = `truths` ground-truth boxes and N = `candidates` candidates. If `shared`, all
     images have the same candidates.

@@ -3,9 +3,10 @@
 Specification of all implementations (Ren et al., Faster R-CNN, section 3.1.2), whose results are
 equal bit for bit: a candidate is matched to the ground-truth box of highest IoU, the first one in
 case of ties. The candidate is positive if that IoU reaches the foreground threshold, and negative
-if it is below the background threshold. With the argument `low_quality`, the candidates of highest
-IoU with each ground-truth box are positive and not negative, unless that IoU is 0. The IoU is that
-of `maskrcnn::box_iou`. Label 0 marks padding, which never matches.
+if it is below the background threshold. If the argument `low_quality` is set, the candidates of
+highest IoU with each ground-truth box are positive and not negative, regardless of the thresholds,
+unless that IoU is 0. The IoU is that of `maskrcnn::box_iou`. Label 0 marks padding, which never
+matches.
 """
 
 import torch
@@ -36,7 +37,7 @@ def match_boxes(
         foreground_iou: smallest IoU of positive candidates.
         background_iou: candidates with a smaller IoU are negative. At most `foreground_iou`.
         low_quality: whether the candidates of highest IoU with each box are positive and not
-            negative, if that IoU is above 0.
+            negative regardless of the thresholds, if that IoU is above 0.
 
     Returns:
         target [B, N] int64, the index of each candidate's matched box, 0 for images without ground

@@ -9,7 +9,7 @@ _THREADS = 1024
 # Maximum boxes per set: each thread keeps the state of 16 boxes.
 MAX_BOXES = 16 * _THREADS
 
-# Boxes per tile of `nms_overlaps`, one for each bit of an int64, and its threads per block.
+# Boxes per tile, one for each bit of an int64. Threads per block of `nms_overlaps`.
 _TILE, _TILE_THREADS = 64, 256
 
 KernelName = Literal["nms_keep", "nms_overlaps", "nms_select"]

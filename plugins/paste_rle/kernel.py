@@ -13,7 +13,7 @@ def paste_rle_kernel(probability: str, side: int, threshold: float, *, exact: bo
         probability: type of the masks, `float` or `float16`.
         side: height and width of a mask.
         threshold: pixels above this probability belong to a mask.
-        exact: True: use detectron2's rule, in which boxes are not rounded. False: use torchvision's
+        exact: True: use detectron2's rule, which does not round boxes. False: use torchvision's
             rule, which truncates boxes to whole pixels.
     """
     constants = (

@@ -1,15 +1,17 @@
 """Pasting of mask probabilities into images as COCO run lengths.
 
 Specification of all implementations, whose results are equal bit for bit: a mask gets a border of
-one zero sample on each side and is interpolated over its box, in float32, linearly in x and then in
-y. A pixel belongs to the mask if its value exceeds the threshold.
+one zero sample on each side, and its box is enlarged by this border. The mask is interpolated over
+the enlarged box, in float32, linearly in x and then in y. Pixels beyond the centre of the first or
+last sample get the value of that sample. A pixel belongs to the mask if its value exceeds the
+threshold. There are two rules for the enlarged box:
 
-- With torchvision's rule, the box is enlarged by the border and truncated to whole pixels. The box
-  includes the pixels at its right and bottom edges.
-- With detectron2's rule, the box is not rounded.
-- With both rules, pixels beyond the centre of the first or last sample repeat that sample. The mask
-  is empty if the box is not finite, or if the absolute value of a coordinate exceeds 2 ** 24
-  pixels. Above this limit, float32 does not represent all integers.
+- torchvision's rule: the coordinates are truncated to integers, and the box includes the pixels at
+  its right and bottom edges.
+- detectron2's rule: the coordinates are not rounded.
+
+The mask is empty if the box is not finite, or if the absolute value of a coordinate exceeds 2 ** 24
+pixels. Above this limit, float32 does not represent all integers.
 
 COCO's run lengths are in column-major order. The first run is of zeros, and its length may be 0.
 """
@@ -35,7 +37,7 @@ class _PixelSamples(NamedTuple):
     Indices refer to the mask with a border of zeros: index 0 is in the border.
     """
 
-    # [P] int64, image rows or columns that the box covers.
+    # [P] int64, image rows or columns that the enlarged box covers.
     pixels: Tensor
     # [P] int64, index of the last sample at or before each pixel.
     low: Tensor
@@ -61,7 +63,8 @@ def paste_rle(
         sizes: [N, 2] int64, height and width of each mask's image (fewer than 2 ** 30 pixels).
         capacity: maximum number of runs per mask.
         threshold: pixels above this probability belong to the mask; 0 or more.
-        paste: `torchvision`: truncate boxes to whole pixels. `detectron2`: do not round boxes.
+        paste: rule for the enlarged boxes. `torchvision`: truncate them to whole pixels.
+            `detectron2`: do not round them.
 
     Returns:
         run lengths [N, capacity] int32, undefined after the last run; and the number of runs [N]
@@ -104,8 +107,8 @@ def _pasted(
 ) -> Tensor:
     """Paste a mask [M, M] into an image, at a box [4] that is xyxy in the image's pixels.
 
-    Return the image transposed (COCO's order): [W, H] bool. If `exact`, use detectron2's rule,
-    which does not round boxes, instead of torchvision's.
+    Return the transposed image, in COCO's order: [W, H] bool. If `exact`, use detectron2's rule,
+    which does not round the enlarged box, else torchvision's.
     """
     image = torch.zeros(width, height, dtype=torch.bool)
     if not bool((box.abs() <= _FARTHEST).all()):

@@ -6,8 +6,8 @@
 // at a time as the bits of a word. A run ends where neighbouring bits differ. Prefix scans over the
 // block give the number of runs that end before a word, and the end of the last of these runs.
 //
-// Compile-time constants: EXACT (0: boxes of whole pixels), PROBABILITY (type), SIDE, THREADS,
-// THRESHOLD.
+// Compile-time constants: EXACT (1: detectron2's rule for boxes, 0: torchvision's), PROBABILITY
+// (type), SIDE, THREADS, THRESHOLD.
 
 #include "numeric.cuh"
 #include "warp.cuh"
@@ -77,8 +77,8 @@ __device__ float between(float low, float high, float fraction) {
     return low * (1.0f - fraction) + high * fraction;
 }
 
-// The `total` computed pixels, column by column. `stride` is the number of computed pixels in a
-// column, with its background pixel.
+// The `total` computed pixels, column by column. `stride` is the number of computed pixels per
+// column, including the background pixel after it.
 struct Window {
     Axis columns, rows;
     int height, stride, total;

@@ -4,7 +4,7 @@ from ..runtime.compilation import Kernel, Launch
 
 # Threads per block.
 _THREADS = 128
-# Multiple of the target's side to which scaled corner coordinates are clamped.
+# Scaled corner coordinates are clamped to plus or minus this multiple of the target's side.
 REACH = 100
 
 

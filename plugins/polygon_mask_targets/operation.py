@@ -35,7 +35,9 @@ def mask_targets_from_polygons(
     matched: Tensor,
     side: int,
 ) -> Tensor:
-    """Rasterise polygons within RoIs to mask targets. An instance is the union of its rings.
+    """Rasterise polygons within RoIs to mask targets.
+
+    An instance is the union of its polygons, which are called rings.
 
     Args:
         vertices: [V, 2] float32, x and y of the corners of all rings, finite; vertices after the

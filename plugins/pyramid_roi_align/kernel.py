@@ -33,7 +33,7 @@ class Pooling(NamedTuple):
 
 
 def finest_level(spatial_scales: Sequence[float]) -> int:
-    """Return log2 of the stride of a pyramid's finest level in input pixels.
+    """Return log2 of the finest level's stride in input pixels, for a feature pyramid.
 
     `spatial_scales` are the feature cells per input pixel of each level, finest first.
 

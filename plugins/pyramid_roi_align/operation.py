@@ -64,7 +64,7 @@ def pyramid_roi_align(
             the pooled cell spans, rounded up.
         spatial_scales: feature cells per input pixel of each level. Scales are powers of two, each
             half of the scale before it.
-        canonical_level: level of RoIs of the canonical size, as the log2 of the level's stride.
+        canonical_level: log2 of the stride of the level to which RoIs of the canonical size belong.
         canonical_size: canonical size, as the side of a square RoI in input pixels.
         aligned: whether to shift coordinates by half a feature cell.
         inclusive: whether to pool the box `x1, y1, x2 - 1, y2 - 1`, as maskrcnn-benchmark does. The

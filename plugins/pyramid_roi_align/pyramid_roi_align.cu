@@ -28,7 +28,7 @@ __device__ void for_own_cells(int group, int channels, Body body) {
     }
 }
 
-// Map of a level. Its values begin at the block's image.
+// Return the feature map of a level, with a pointer to the values of the block's image.
 __device__ Map<const Feature> map_of_image(const Map<const Feature> (&maps)[LEVELS], int level,
                                            int channels) {
     Map<const Feature> map = maps[0];

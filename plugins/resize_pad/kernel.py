@@ -2,7 +2,7 @@
 
 from ..runtime.compilation import Kernel, Launch
 
-# Width and height of a block in threads, and neighbouring output rows that a thread computes.
+# Width and height of a block in threads. Number of neighbouring output rows per thread.
 _BLOCK_WIDTH, _BLOCK_HEIGHT = 32, 8
 _ROWS = 4
 _BLOCK_ROWS = _ROWS * _BLOCK_HEIGHT

@@ -7,12 +7,12 @@ from ..runtime.compilation import Kernel, Launch
 PixelType = Literal["unsigned char", "float"]
 ValueType = Literal["float16", "bfloat16"]
 
-# Threads of a block. Pooled rows and columns that a block computes: on any GPU, and in the kernel
-# for compute capability 9.0.
+# Threads per block. Pooled (rows, columns) that a block computes, in `resnet_stem.cu` and in
+# `resnet_stem_sm90.cu`.
 _THREADS = 256
 _TILE, _TILE_SM90 = (7, 15), (10, 31)
-# Shared memory of a block of the kernel for capability 9.0, in bytes: 47x134 pixels, weights, and
-# two maps of 64 pixels.
+# Shared memory per block of `resnet_stem_sm90.cu`, in bytes: 47x134 pixels, weights, and two maps
+# of 64 pixels.
 _SHARED_SM90 = 8 * 47 * 134 + 2 * 14 * 64 * 16 + 2 * 2 * 64 * (64 + 8)
 
 

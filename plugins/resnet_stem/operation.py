@@ -1,8 +1,8 @@
 """`maskrcnn::resnet_stem`: normalisation, first convolution and max pooling of a ResNet.
 
 Specification of all implementations: pixels are normalised in float32 and rounded to the weight's
-dtype. Pixels of the padding become zero. The 7x7 convolution of stride 2, its bias, a ReLU and max
-pooling of 3x3 pixels with stride 2 follow, as in torchvision's ResNets.
+dtype. Pixels of the padding become zero. As in torchvision's ResNets, the next steps are a 7x7
+convolution of stride 2 with bias, a ReLU, and max pooling of 3x3 pixels with stride 2.
 """
 
 import torch

@@ -13,7 +13,7 @@
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;
 constexpr int CHANNELS = 64;
-// Sizes of a tile of the convolution, and of its pooled result.
+// Rows and columns of a tile of the convolution's output, and of the tile after pooling.
 constexpr int ROWS = 2 * WARPS, COLUMNS = 32;
 constexpr int POOLED_ROWS = ROWS / 2 - 1, POOLED_COLUMNS = COLUMNS / 2 - 1;
 // Pixels that a tile needs; the matrices read one column more than the kernel has.
@@ -22,8 +22,8 @@ constexpr int PAIRS_AT_ONCE = (PIXEL_ROWS * PIXEL_COLUMNS / 2 - 1) / THREADS + 1
 // Matrices of 16x16 pixel values and of 16x8 weights, and their numbers per warp.
 constexpr int MATRIX = 16, MATRIX_COLUMNS = 8;
 constexpr int PIXEL_MATRICES = 2 * COLUMNS / MATRIX, WEIGHT_MATRICES = CHANNELS / 2 / MATRIX_COLUMNS;
-// Channels that are pooled at a time. Distance between neighbouring pixels in shared memory, in
-// values. It avoids bank conflicts.
+// Number of channels that are pooled at a time. Distance between neighbouring pixels in shared
+// memory, in values, which avoids bank conflicts.
 constexpr int PART = 2 * MATRIX_COLUMNS, DISTANCE = PART + 8;
 
 // Load four matrices of 8x8 values. In each lane, `row` is the address of one of their 32 rows.

@@ -15,14 +15,14 @@
 
 constexpr int GROUPS = 2, THREADS = GROUPS * WARPGROUP;
 constexpr int CHANNELS = 64;
-// Pooled rows of a warpgroup, and columns of a tile of the convolution and of its pooled result.
+// Pooled rows per warpgroup. Columns of a tile of the convolution, before and after pooling.
 constexpr int POOLED_ROWS = 5, COLUMNS = 64, POOLED_COLUMNS = COLUMNS / 2 - 1;
 constexpr int ROWS = 2 * GROUPS * POOLED_ROWS + 1;
 // Pixels that a tile needs; the products read one column more than the kernel has.
 constexpr int PIXEL_ROWS = 2 * (ROWS - 1) + KERNEL, PIXEL_COLUMNS = 2 * (COLUMNS - 1) + KERNEL + 1;
 // Pairs of pixels that a thread loads at once.
 constexpr int PAIRS_AT_ONCE = 7;
-// Products of a row, and the bytes of their weights.
+// Matrix products per row of the convolution, and bytes of the weights of each.
 constexpr int STEPS = 2 * KERNEL, WEIGHT_BYTES = CHANNELS * 16 * sizeof(VALUE);
 constexpr int BLOCK_BYTES = 128, PIXEL_BYTES = 4 * sizeof(VALUE);
 // Distance between neighbouring pixels that are pooled in shared memory, in values. It avoids bank

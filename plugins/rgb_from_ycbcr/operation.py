@@ -4,7 +4,7 @@ Specification of all implementations: pixel values equal those that libjpeg-turb
 same planes with its default settings, which are Pillow's. Chroma planes of half the width or height
 are interpolated linearly ("fancy upsampling"), in integers. In an image of a single row or column,
 the planes do not show whether the JPEG file has half the chroma resolution along the short side.
-There, pixel values may differ from libjpeg-turbo's.
+Pixel values of such images may differ from libjpeg-turbo's.
 """
 
 import math
@@ -21,7 +21,7 @@ from .kernel import RGB_FROM_YCBCR, rgb_from_ycbcr_launch
 _CHANNELS = 3
 # Numbers per image in the argument `sizes`.
 _SIDES = 4
-# Maximum number of chroma samples per row up to which libjpeg-turbo repeats samples instead of
+# If a row has at most this many chroma samples, libjpeg-turbo repeats samples instead of
 # interpolating them.
 _MOST_REPEATED_COLUMNS = 2
 # ITU-R BT.601 coefficients, rounded to 16 fractional bits.
@@ -155,8 +155,9 @@ def _upsampled(chroma: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _doubled(samples: Tensor, axis: int, places: Tensor, interpolated: bool) -> Tensor:
-    """Return chroma samples upsampled by two along an axis, at the indices `places` of this axis.
+    """Return chroma samples upsampled by two along an axis.
 
+    `places` are the indices along the upsampled axis for which values are returned.
     If `interpolated`, interpolate linearly. The results are then 4 times the interpolated values,
     to keep them integers. Otherwise, repeat the samples.
     """

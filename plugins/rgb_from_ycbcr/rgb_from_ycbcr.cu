@@ -1,7 +1,7 @@
 // Convert decoded JPEG planes to RGB. Specification: rgb_from_ycbcr/operation.py.
 //
-// A thread computes one pixel. Chroma planes of half the width or height are interpolated: a sample
-// counts three times, and its neighbour on the pixel's side once.
+// A thread computes one pixel. Chroma planes of half the width or height are interpolated: the
+// nearest sample has the weight 3, and its neighbour on the pixel's side the weight 1.
 //
 // Compile-time constants: CHANNELS.
 

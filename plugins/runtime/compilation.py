@@ -131,7 +131,8 @@ def supported_architectures() -> tuple[int, ...]:
 
 def _options(kernel: Kernel, architecture: int, code: Code) -> tuple[str, ...]:
     target = "sm" if code == "cubin" else "compute"
-    # A cubin for capability 9.0 runs only there, so it may use instructions that newer GPUs lack.
+    # A cubin for capability 9.0 runs only on such GPUs, so it may use instructions that newer GPUs
+    # lack.
     suffix = "a" if code == "cubin" and architecture == 90 else ""
     return (
         f"--gpu-architecture={target}_{architecture}{suffix}",

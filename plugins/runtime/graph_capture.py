@@ -1,8 +1,8 @@
 """CUDA graphs in which one memset zeroes the workspaces of cuDNN and cuBLASLt kernels.
 
-Many of these kernels count their finished thread blocks in a workspace, which must be zero before.
-Therefore, the libraries queue a memset before each such kernel. Each memset delays a CUDA graph by
-several microseconds.
+Many of these kernels count their finished thread blocks in a workspace, which must be zero at the
+start. Therefore, the libraries queue a memset before each such kernel. Each memset delays a CUDA
+graph by several microseconds.
 """
 
 import threading
@@ -18,8 +18,8 @@ from .launching import checked
 
 _Result = TypeVar("_Result")
 
-# Bytes that the workspaces of one CUDA graph share, and the maximum size of one of them. Larger
-# workspaces hold more than counters.
+# Bytes that all small workspaces of a CUDA graph share, and maximum size of such a workspace.
+# Larger workspaces hold more than counters.
 _SHARED, _LARGEST = 1 << 20, 1 << 14
 _ALIGNMENT = 256
 

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
     # Index of the first entry.
     first: int
-    # Number of candidates. At first, all entries; after pruning, the entries that are left.
+    # Number of candidates: at first all entries of the range, after pruning those that are left.
     length: int
 
 

@@ -23,7 +23,7 @@ constexpr int KEY_BITS = 32;
 // Bits of the keys per pass of the selection, and number of bins.
 constexpr int SELECTED_BITS = 11;
 constexpr int BINS = 1 << SELECTED_BITS;
-// Number of values of the six bits by which one pass of the sort orders entries.
+// Number of values of a digit: the six bits by which one pass of the sort orders entries.
 constexpr int DIGITS = 64;
 constexpr unsigned SIGN = 0x80000000u;
 // Bits of negative infinity.
@@ -119,7 +119,7 @@ __device__ unsigned or_of_warp(unsigned value) {
     return combined_over_warp(value, [](unsigned a, unsigned b) { return a | b; });
 }
 
-// Return the sum of the totals of all warps of lower index.
+// Return the sum of `totals` of all warps with a lower index than this one.
 __device__ unsigned sum_of_lower_warps(const unsigned (&totals)[WARP]) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     return sum_of_warp(lane < warp ? totals[lane] : 0);
@@ -141,7 +141,7 @@ __device__ unsigned differing_bits(unsigned ones, unsigned zeros) {
     return or_of_warp(warps_ones[lane]) & or_of_warp(warps_zeros[lane]);
 }
 
-// Return the sum of `count` in all threads of lower index. Calls must be separated by a barrier.
+// Return the sum of `count` of all threads with a lower index. Separate calls by a barrier.
 __device__ int sum_of_lower_threads(int count) {
     __shared__ unsigned totals[WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
