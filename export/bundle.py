@@ -139,7 +139,7 @@ def bundle_from_checkpoint(
             ]
         programs = _export_programs(checkpoint, partial, settings) if with_programs else []
         manifest = _manifest_from(checkpoint, local_path(reference), [*graphs, *programs, *engines])
-        lock()  # another export could replace the older bundle after its models were read
+        lock()  # so that no other export replaces the older bundle while its models are read
         manifest = with_older_artifacts(manifest, partial, bundle, report)
         write_manifest(partial, manifest)
     return manifest

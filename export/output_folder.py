@@ -85,8 +85,9 @@ def atomic_folder(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
     created, temporary folders of earlier, killed exports to `path` are removed.
 
     Yields:
-        The temporary folder, and a function to be called before `path` is read. From this call on,
-        other exports wait before they read or replace `path`, until this export has replaced it.
+        The temporary folder, and a function that locks `path` until this export has replaced it.
+        Call it before reading `path`. Other exports wait for the lock before they read or replace
+        `path`.
 
     Raises:
         OSError: the folder cannot be created or written.
@@ -129,13 +130,13 @@ def _locked(path: Path) -> Iterator[None]:
     Raises:
         OSError: the file cannot be created.
     """
-    # Not with `filelock`, which would leave its file beside each bundle.
+    # Do not use the package `filelock`, which would leave a lock file beside each bundle.
     lock = path.with_name(f".{path.name}.replacing")
     while True:
         file = lock.open("w")
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        # If the previous owner has deleted the file meanwhile, lock the one that others find now.
+        # If the previous lock owner has deleted this file, other exports lock a new one: try again.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
                 break
@@ -152,9 +153,9 @@ def _lock_in(folder: Path) -> Iterator[None]:
     """Context manager: lock an export's temporary folder, so that no other export removes it."""
     fresh = folder / f"{_LOCK_NAME}.new"
     with fresh.open("w") as file:
-        # Lock the file before it gets its name, so that another export never finds it unlocked. If
-        # the file system has no locks, the file keeps its first name, so that no other export finds
-        # it and removes the folder.
+        # Lock the file before it gets the name that other exports search for, so that they never
+        # find it unlocked. If the file system has no locks, the file keeps its first name, so that
+        # no other export finds it and removes the folder.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fresh.rename(folder / _LOCK_NAME)

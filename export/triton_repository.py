@@ -126,8 +126,8 @@ def _config(name: str, manifest: Manifest, artifact: Artifact) -> dict[str, Any]
         "input": inputs,
         "output": outputs,
         "dynamic_batching": {
-            # If each batch size has its own profile, Triton prefers no batch size. A batch then
-            # waits until it is full or the maximum delay has passed.
+            # Empty if each batch size has its own profile. A batch then waits until it is full or
+            # the maximum delay has passed.
             "preferred_batch_size": sorted({p.opt for p in profiles if has_ranges}),
             "max_queue_delay_microseconds": _MAX_DELAY_US,
         },

@@ -1,4 +1,7 @@
-"""Creation of engine builders from options, and reduction of k to the limit of TensorRT's TopK."""
+"""Creation of engine builders from options, and reduction of top-k settings to TensorRT's limit.
+
+The top-k settings are keys of the model configuration, such as `rpn.pre_nms_top_n_test`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -165,7 +165,7 @@ _LISTED_TENSOR = re.compile(
 def layers_from_listing(text: str) -> list[Layer]:
     """Parse the list of an engine's layers in TensorRT-RTX's build log, one layer per line.
 
-    The build log needs no GPU. The input of `layers_from_json` needs an engine on a GPU. The log
+    Unlike the input of `layers_from_json`, the build log can be obtained without a GPU. The log
     lacks the types of the weights, so the field `weights_dtype` of each layer is empty.
     """
     return [

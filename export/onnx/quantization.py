@@ -25,7 +25,7 @@ _LARGEST_FP8 = 448
 
 
 def calibration_images(paths: Sequence[Path], preprocessing: Preprocessing) -> list[Path]:
-    """Choose at most 64 image files, evenly spaced, for the calibration. Read them as a check.
+    """Return at most 64 of `paths`, evenly spaced, for the calibration. Read each file as a check.
 
     Raises:
         ImageError: one of the chosen images cannot be read.
@@ -96,7 +96,7 @@ def float8_model(
     make_symmetric(graph)
     constants = {constant.name: constant for constant in graph.initializer}
     nodes = [n for n in graph.node if n.op_type in ("QuantizeLinear", "DequantizeLinear")]
-    # Both nodes of a pair read the same constants: collect them in a set, to scale them once.
+    # A QuantizeLinear and its DequantizeLinear read the same constants: scale each constant once.
     for scale, zero in {(node.input[1], node.input[2]) for node in nodes}:
         factor = numpy_helper.to_array(constants[scale]) * np.float32(127 / _LARGEST_FP8)
         constants[scale].CopyFrom(numpy_helper.from_array(factor, scale))
@@ -147,7 +147,7 @@ def make_symmetric(graph: onnx.GraphProto) -> None:
             bias = (value(data) * value(scale)).astype(np.float32)
             graph.initializer.append(numpy_helper.from_array(bias, node.output[0]))
             graph.node.remove(node)
-        elif value(zero).dtype == np.uint8:  # int8: converted with the pair's other node
+        elif value(zero).dtype == np.uint8:  # int8: a weight, or already converted
             point = int(value(zero))
             replace(scale, value(scale) * np.float32(max(point, 255 - point) / 127))
             replace(zero, np.zeros((), np.int8))

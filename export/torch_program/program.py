@@ -153,8 +153,8 @@ def _check_compiler() -> None:
 
 
 def _compile_in_new_processes(compilation: Compilation) -> None:
-    # torch's compiler is not thread-safe, and `add_kernels` needs a process of its own. This
-    # process imports torch while the other one compiles.
+    # torch's compiler is not thread-safe, and `add_kernels` needs a process of its own. The process
+    # for `add_kernels` imports torch while the other one compiles.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as compiling, ProcessPoolExecutor(1, context) as running:
         running.submit(importlib.import_module, add_kernels.__module__)
