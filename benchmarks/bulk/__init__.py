@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .measure import BulkResult
 
-# Goal on a GPU: minimum of `BulkResult.share`.
+# Goal on a GPU: minimum throughput as a fraction of the throughput of the model step alone.
 _GOAL = 0.7
 
 _IMAGES_NOTE = """\

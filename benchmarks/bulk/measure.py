@@ -25,7 +25,7 @@ from ...serving.offline import batch_steps, detect_many
 from ..common.images import photo_like_jpegs
 from ..common.timing import measure_call_rate, measure_durations
 
-# Untimed batches before the throughput is measured.
+# Number of untimed batches before the throughput is measured.
 _WARMUP_BATCHES = 10
 # Minimum number of timed batches, even if they take longer than `BulkSettings.seconds`.
 _MIN_CALLS = 3

@@ -16,14 +16,14 @@ IDLE = "idle"
 # Number of profiled batches, and length of the list of the costliest kernels.
 _BATCHES = 10
 _COSTLIEST = 15
-# Parts of the names of kernels that start a stage.
+# Parts of the names of top-k and RoIAlign kernels.
 _TOP_K = ("prune_top_k", "sort_top_k")
 _POOLING = ("pyramid_roi_align",)
-# For each stage after the trunk: parts of possible names of its first kernel.
+# For each stage after the trunk: name parts by which its first kernel is recognised.
 _FIRST_KERNELS = (_TOP_K, _POOLING, _TOP_K, _POOLING)
 
-# Kinds of kernels of a training step, each with parts of kernel names. A kernel's kind is the
-# first one with a part that occurs in the kernel's name.
+# Kinds of kernels of a training step, each with parts of kernel names. A kernel belongs to the
+# first kind with a part that occurs in the kernel's name.
 _KERNEL_KINDS = {
     "element-wise": ("triton_", "elementwise", "reduce_kernel"),
     "convolutions": ("fprop", "dgrad", "wgrad", "conv"),
@@ -39,7 +39,7 @@ KERNEL_KINDS = (*_KERNEL_KINDS, _OTHER, NCCL)
 
 
 class GpuActivity(NamedTuple):
-    """One run of a kernel, copy or fill on the GPU."""
+    """One execution of a kernel, copy or memset on the GPU."""
 
     name: str
     # Start and duration in microseconds.

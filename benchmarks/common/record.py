@@ -39,7 +39,8 @@ def output_option(contents: str) -> Callable[[Callable[..., Any]], Callable[...,
     """Return a decorator that adds the option `--output` to a command.
 
     Args:
-        contents: part of the help text: description of the written files, without the JSON file.
+        contents: files that the command writes besides the JSON file, for the help text, such as
+            "a page, plots".
     """
     return click.option(
         "--output",
@@ -72,7 +73,7 @@ class PlotGrid:
 
     # Alternative text of the image.
     alt: str
-    # Functions. Each draws one plot into the matplotlib Axes that it is given.
+    # One function per plot, which draws into the given matplotlib Axes.
     plots: Sequence[Callable[["Axes"], None]]
     columns: int = 1
     # Width and height of one plot in inches.

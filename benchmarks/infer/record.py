@@ -29,11 +29,11 @@ COLUMNS = (
 # GPUs and input size that the goals apply to.
 _GOAL_GPUS = re.compile(r"\b(H100|H200)\b")
 _GOAL_BUCKET = "800x1344"
-# Images per second at batch 8 in fp16: minimum and target.
+# Goals in images per second at batch 8 in fp16: required minimum and target.
 _SPEED_GOALS = (450, 700)
-# Milliseconds at batch 1 in fp16: limit and target.
+# Goals in milliseconds at batch 1 in fp16: required maximum and target.
 _LATENCY_GOALS = (5, 3)
-# Limit of GPU memory in gigabytes at batch 8 in fp16.
+# Goal in gigabytes at batch 8 in fp16: maximum of the peak GPU memory.
 _MEMORY_GOAL = 6
 _COLOURS = {
     "fp32": "tab:blue",

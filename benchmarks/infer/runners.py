@@ -149,9 +149,9 @@ class BundleRunner:
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
         """Return one or two `BatchRun`s of images [B, 3, H, W].
 
-        The last `BatchRun` has input and output in host memory. If the backend supports input and
-        output in device memory, a `BatchRun` that uses device memory comes first. On a CPU, where
-        both memories are the same, only the first one is returned.
+        One `BatchRun` has input and output in host memory. If the backend supports device memory, a
+        `BatchRun` with input and output in device memory precedes it. On a CPU, where both memories
+        are the same, only the first `BatchRun` of the list is returned.
         """
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)

@@ -26,7 +26,7 @@ class KernelGoal:
 
     # Maximum time of one call.
     milliseconds: float
-    # Minimum speed relative to the first baseline. None: not compared.
+    # Minimum speedup over the first baseline. None: no goal for the speedup.
     times_peer: float | None = None
 
 

@@ -28,9 +28,9 @@ _IMAGE_SIZE = (192, 128)
 _CLASSES = ("circle", "square", "triangle", "star", "ring")
 _TRAIN_PER_VAL = 15
 _BENCH_SECONDS = 2.0
-# Number of validation images that the server is measured with.
+# Number of validation images with which the server is measured.
 _BENCH_IMAGES = 32
-# Numbers of concurrent clients that the server is measured with.
+# Numbers of concurrent clients with which the server is measured.
 _CLIENTS = (1, 8)
 # Number of validation images for which predictions are drawn during training.
 _DRAWN_IMAGES = 4

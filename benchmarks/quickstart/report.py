@@ -65,7 +65,7 @@ def plan_steps(images: int, config: TrainConfig) -> tuple[PlannedStep, ...]:
     """Return the steps of a quickstart with their expected durations.
 
     Args:
-        images: Number of synthetic images to draw for the data set.
+        images: Number of synthetic images to generate, for training and validation.
         config: Configuration of the training.
     """
     trained = config.solver.max_iterations * config.solver.images_per_batch

@@ -22,8 +22,8 @@ _SERVICE = "/maskrcnn.v1.Detector"
 # Fields of a response's timing, in the order of `RequestLog.timing`.
 _TIMING = ("decode_us", "queue_us", "infer_us", "encode_us", "batch_size")
 _STATUS_NAMES = {status.value[0]: status.name for status in grpc.StatusCode}
-# Pause in seconds of a closed-loop client after a failed request. The package's own client pauses
-# as long.
+# Pause in seconds of a closed-loop client after a failed request. It equals the pause of this
+# project's gRPC client before its first retry.
 _PAUSE_S = 0.1
 
 
@@ -52,7 +52,7 @@ class OpenLoop:
 
     # Images per second.
     rate: float
-    # Random times of a Poisson process, or equal intervals.
+    # Sending times: random times of a Poisson process, or equal intervals.
     arrivals: Arrivals = "poisson"
 
 

@@ -61,7 +61,7 @@ class ServeResult:
     # Maximum batch size of the server.
     max_batch: int
     load: Load
-    # Images that were due within the measurement, per second.
+    # Images whose planned sending time is within the measurement ("due" images), per second.
     offered_per_second: float
     # Images whose detections arrived within the measurement, per second.
     images_per_second: float
@@ -83,7 +83,7 @@ class ServeResult:
 
     @property
     def refused_requests(self) -> int:
-        """Number of failed requests whose planned start is within the measurement."""
+        """Number of failed requests that were due within the measurement."""
         return sum(refusals.requests for refusals in self.refusals)
 
     @property
@@ -116,8 +116,8 @@ def result_from_logs(
         server: Resource use of the server during the measurement. None: it is unknown.
 
     Raises:
-        NoAnswerError: no request with a planned start within the measurement succeeded, or no
-            successful response arrived during the measurement.
+        NoAnswerError: no request that was due within the measurement succeeded, or no successful
+            response arrived during the measurement.
     """
     seconds = window.end - window.start
     requests = [request for log in logs for request in log.requests]

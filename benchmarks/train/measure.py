@@ -59,7 +59,7 @@ class GpuSteps(NamedTuple):
 
     # Median time that the process needs to launch a step on an idle GPU.
     host_ms: float
-    # Kernels, copies and fills of a step.
+    # Number of kernels, copies and memsets of a step.
     kernels: int
     # Time in which NCCL kernels run. It includes their wait for other ranks.
     communication_ms: float
@@ -116,10 +116,10 @@ def measure_training(
     Every run uses new processes.
 
     Args:
-        config: Configuration to train. `settings` replaces its precision and number of steps, but
-            its number of iterations still sets the learning-rate schedule. The runs have
-            `settings.seeds` consecutive seeds, beginning with the configuration's. Its keys
-            `device` and `processes` give the number of processes of a run.
+        config: Configuration to train. `settings` replaces its precision, and sets the number of
+            steps; the learning-rate schedule still follows `solver.max_iterations`. The runs have
+            `settings.seeds` consecutive seeds, beginning with the key `seed`. The keys `device`
+            and `processes` determine the number of processes of a run.
         settings: Precisions, baselines, seeds and numbers of steps.
         on_run: Function that is called before each run.
 
