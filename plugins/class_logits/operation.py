@@ -25,9 +25,10 @@ from .kernel import (
 
 @torch.library.custom_op("maskrcnn::class_logits", mutates_args=(), device_types="cpu")
 def class_logits(features: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-    """Compute the logits of each instance's class in all mask cells. There is no gradient.
+    """Compute the logits of each instance's class in all mask cells.
 
     This is the last, 1x1 convolution of a mask head, without the output channels of other classes.
+    The operation has no gradient.
 
     Args:
         features: [R, P, C] of R instances with P cells; on a GPU float32, float16 or bfloat16.

@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
 
 
 def fastest_blocks(matrices: Mapping[str, Tensor]) -> tuple[Blocks, ...]:
-    """Return the candidate launch parameters, of which the caller measures the fastest.
+    """Return candidate launch parameters, among which the caller chooses by measurement.
 
     The number of pixels decides which candidate is the fastest. The candidates were found for an
     R-50-FPN on an H200. `matrices` are the inputs of `launch_block_transition`.

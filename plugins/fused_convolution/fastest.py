@@ -19,7 +19,7 @@ import torch
 from ..runtime.user_cache import cache_folder, write_cached
 from .libraries import UnsupportedError
 
-# Number of runs whose total time is measured.
+# Number of runs of an implementation whose total time is measured.
 _RUNS = 5
 # The first implementation whose time is at most this multiple of the shortest time is chosen.
 _TOLERANCE = 1.03
