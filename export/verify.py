@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether all outputs are finite, and few enough detections differ (`tolerance.share`)."""
+        """Whether all outputs are finite, and at most `tolerance.share` of detections differ."""
         differences = (self.boxes, self.scores, self.masks)
         return bool(np.isfinite(differences).all()) and (
             self.missed <= self.tolerance.share * self.detections

@@ -53,7 +53,7 @@ class Layer:
         """Types of the inputs that the layer computes with, such as `fp16` or `int8`.
 
         They show the layer's precision. Types of indices, booleans and uint8 images are left out.
-        If no input has another type, the set contains the type of the weights, if it is known.
+        If this leaves no type, the set contains the type of the weights, if it is known.
         """
         read = frozenset(t.dtype for t in self.inputs) & _ARITHMETIC
         return read or frozenset({self.weights_dtype}) & _ARITHMETIC

@@ -93,7 +93,7 @@ def write_program(program: ExportedProgram, path: Path) -> None:
 
 
 class Compilation(NamedTuple):
-    """Torch program to compile, with the compiled program's precision, input size and dtype."""
+    """Torch program to compile, with the precision, input size and input dtype of the result."""
 
     # File that `write_program` wrote.
     path: Path
