@@ -119,8 +119,8 @@ def _models_from(
 
     Args:
         references: paths, or names of published models.
-        with_weights: whether to also return the weights file of each published model. It is needed
-            to measure torchvision's model.
+        with_weights: whether to also return the weights file of each published model, which is
+            needed to measure torchvision's model.
         backend: backend that the exported bundle must support.
         precisions: precisions to export. Empty: fp32.
         bucket: input size to export. None: use the model's default.
