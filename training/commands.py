@@ -34,9 +34,8 @@ class _TrainCommand(ConfiguredCommand):
         `finetune` selects `train finetune` if only options precede it.
 
         Raises:
-            click.UsageError: The first of `args` that is not an option is a misspelling of
-                `finetune`. If it has a file suffix, or is an existing path, it counts as CONFIG
-                instead, and no error is raised.
+            click.UsageError: The first argument that is not an option is a misspelling of
+                `finetune`. A name with a file suffix, or an existing path, is accepted as CONFIG.
         """
         options = pairwise(["", *takewhile("finetune".__ne__, args)])
         # A word after an option may be the option's value.
@@ -123,7 +122,7 @@ def train(
     with errors_of_main_process():
         checkpoint = run_training(settings, resume=resume)
     if is_main_process():
-        from .curves import draw_curves  # matplotlib takes a second
+        from .curves import draw_curves  # slow import, because of matplotlib
 
         click.echo(f"the final checkpoint is {checkpoint}")
         click.echo(f"the training curves are in {draw_curves(checkpoint.parent)}")

@@ -94,7 +94,7 @@ class CompiledLosses:
     def __call__(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Return the sums of an image batch's five losses, and the counts to divide the sums by.
+        """Compute the five losses of an image batch, as sums and the counts that divide them.
 
         `targets` is the ground truth. `seeds` has one seed per image, for the random sampling of
         anchors and RoIs. The shapes are as in `MaskRCNN.forward`.
@@ -162,7 +162,8 @@ class CompiledLosses:
                 ) from error
             logger.warning("%s; training goes on without compilation, which is slower", problem)
             self._stop_compiling()
-        if self._is_eager:  # after the `except` block, whose traceback holds tensors
+        # This is not done in the `except` block, because the traceback keeps tensors alive there.
+        if self._is_eager:
             return self._losses(images, image_sizes, targets, seeds)
         # `cudnn_convolution` has measured its implementations in CUDA graphs. Release the memory
         # that torch reserved for these graphs.

@@ -61,8 +61,9 @@ class DataConfig(YamlConfig):
     """Rule for rounding and interpolation in resizing: that of Pillow, torchvision or detectron2.
     Checkpoints store the rule. An evaluation uses the checkpoint's rule unless this key is set."""
     exif_orientation: Literal["apply", "ignore"] = "apply"
-    """Whether to apply the EXIF rotation, as viewers and the server do, if the annotated size fits
-    the image both with and without it. If the size fits only one of the two, that one is used."""
+    """Whether to apply the EXIF rotation of an image, as viewers and the server do. This key has an
+    effect only if the annotated size fits both the rotated and the unrotated image. Otherwise, the
+    size decides."""
     buckets: tuple[ShapeBucket, ...] = (ShapeBucket(800, 1344), ShapeBucket(1344, 800))
     """Shape buckets: sizes (height, width) to which resized images are padded. All images of a
     batch are padded to the same bucket."""
@@ -140,8 +141,8 @@ class EvaluationConfig(YamlConfig):
     skip_eval: bool = False
     """Write the detections on the validation set to files, but compute no metrics."""
     expected: dict[str, float] = Field(default_factory=dict)
-    """Minimum metrics of the final evaluation, as in {bbox/AP: 0.377}. If one is lower, the command
-    fails with exit code 1."""
+    """Minimum metrics of the final evaluation, as in {bbox/AP: 0.377}. If a metric is lower by more
+    than `tolerance`, the command fails with exit code 1."""
     tolerance: float = Field(0.001, ge=0)
     """Accepted shortfall of a metric from its value in `expected`."""
     images_per_batch: int = Field(8, ge=1, le=MAX_BATCH)
@@ -149,9 +150,9 @@ class EvaluationConfig(YamlConfig):
     losses: bool = False
     """Also compute the losses on the validation set, which takes a second pass over it."""
     draw_images: int = Field(0, ge=0)
-    """Number of validation images to draw with their detections into the folder
-    `validation_images`. The same images are drawn after each evaluation, and after 10, 30 and 100 %
-    of the training. The drawings at these three points are joined in `progress.png`."""
+    """Number of validation images on which detections are drawn. A PNG file that shows them is
+    written to the folder `validation_images` after each evaluation, and after 10, 30 and 100 % of
+    the training. `progress.png` joins the files of these three points. 0: write no files."""
     evaluator: EvaluatorName = "faster-coco-eval"
     """Library that computes the metrics. Both give equal metrics; pycocotools is the reference."""
 

@@ -1,4 +1,4 @@
-"""Draw the curves of losses, learning rate and average precision of a run."""
+"""Plot the losses, learning rate and average precision of a run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -60,9 +60,9 @@ def number_of_processes(device: Device, processes: int | None) -> int:
 def processes_to_start(device: Device, processes: int | None) -> int:
     """Return the number of training processes that the current process must start.
 
-    If the result is 1, the current process trains itself and starts no other. The result is 1 if
-    the run has only one process, or if `torchrun` or `maskrcnn train` started the current process
-    as one of several.
+    If the result is 1, the current process starts no other process and runs the training. The
+    result is 1 if the run has only one process, or if `torchrun` or `maskrcnn train` started the
+    current process as one of several.
 
     Raises:
         ValueError: `device` lists GPU indices, and `processes` differs from their count.

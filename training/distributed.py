@@ -89,7 +89,10 @@ class RankSum:
             self._operation = distributed.all_reduce(self._sum, async_op=True)
 
     def result(self) -> Tensor:
-        """Return the sum that `start` has started. On a GPU, only the current stream waits."""
+        """Wait for the sum that `start` began, and return it.
+
+        For tensors on a GPU, only the current CUDA stream waits, not the host.
+        """
         total, operation = self._sum, self._operation
         assert total is not None
         self._sum = self._operation = None

@@ -86,9 +86,9 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
         result = processes.wait(period=0.2)
     if result is None or not result.is_failed():
         return 0
-    # Find the rank that failed first. Prefer ranks that SIGTERM did not end, because torch's
-    # launcher then ends the other ranks with SIGTERM. Among them, prefer a rank that a signal
-    # killed, because other ranks may lose the connection to it, and exit with positive codes.
+    # Find the rank that failed first. After a failure, torch's launcher ends all other ranks with
+    # SIGTERM, so prefer a rank that SIGTERM did not end. If there are several, prefer one that
+    # another signal killed: the others may have lost the connection to it and exited with an error.
     rank, first = min(
         result.failures.items(),
         key=lambda failure: (failure[1].exitcode == -signal.SIGTERM, failure[1].exitcode > 0),

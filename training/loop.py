@@ -49,10 +49,10 @@ class TrainingLoop:
             last: Checkpoint that the run resumes from. None: the run is new.
 
         Raises:
-            ConfigError: The model lacks a category of the validation set, or `evaluation.expected`
-                names a category that this set lacks. Or `evaluation.expected` or an early-stopping
-                key is set, but the run computes no metrics. This is not an error for early-stopping
-                keys if `evaluation.skip_test` is set, because it disables them.
+            ConfigError: The model lacks a category of the validation set, or the validation set has
+                no objects of a category in `evaluation.expected`. Or `evaluation.expected` or an
+                early-stopping key is set, but the run computes no metrics. With
+                `evaluation.skip_test`, early-stopping keys have no effect and are accepted.
             DataError: The validation set is unreadable, there is no image to train on, or
                 `solver.images_per_batch` is not divisible by ranks times `solver.accumulate`.
         """
@@ -96,8 +96,8 @@ class TrainingLoop:
     def run(self) -> dict[str, float]:
         """Train until `solver.max_iterations` or an early stop. Save checkpoints on the way.
 
-        If the checkpoint that the run resumes from should have been evaluated but has no metrics,
-        the run begins with this evaluation.
+        If the checkpoint to resume from lacks the metrics of an evaluation that was due, the run
+        begins with this evaluation.
 
         Returns:
             Metrics of the final model by name. The dictionary is empty if it was not evaluated.
@@ -141,8 +141,8 @@ class TrainingLoop:
                 report.record(iteration, losses, learning_rate(config.solver, iteration))
                 if self._evaluate_and_save(report):
                     break
-                # With several ranks, this method calls an all-reduce, which makes the host wait for
-                # the device. Therefore it is then called only every `log_period` iterations.
+                # With several ranks, the check for interruptions is an all-reduce, which makes the
+                # host wait for the device. Therefore, check only every `log_period` iterations.
                 if worker.world_size == 1 or trainer.iteration % config.log_period == 0:
                     self._stop_if_interrupted()
         self._batches.warn_of_skipped()
@@ -154,10 +154,10 @@ class TrainingLoop:
             self._trainer.freeze_backbone()
 
     def _evaluate_and_save(self, report: TrainingReport) -> bool:
-        """Evaluate and save the model if either is due. Return whether training ends.
+        """Evaluate and save the model if this is due. Return whether training ends.
 
-        Evaluate if the configuration requires an evaluation after this iteration. Otherwise, draw
-        validation images if a drawing is due. Write a checkpoint with each evaluation, every
+        Without an evaluation, an image file that shows detections on validation images may still be
+        due (`Validation.drawing_is_due`). A checkpoint is written with each evaluation, every
         `checkpoint_period` iterations, and at the end of training.
         """
         trainer, config = self._trainer, self._config
@@ -183,8 +183,8 @@ class TrainingLoop:
         return final
 
     def _evaluate(self, validation: Validation, report: TrainingReport) -> dict[str, float]:
-        # With several ranks, the all-reduce in this method also ensures that rank 0 has written the
-        # checkpoint. From here on, a signal can end each rank without waiting for the others.
+        # With several ranks, the check for interruptions is an all-reduce, which completes only
+        # after rank 0 has written the checkpoint. Afterwards, a signal may end each rank at once.
         self._stop_if_interrupted()
         self._trainer.share_statistics()
         with report.evaluating(), self._interruption.immediate():

@@ -1,8 +1,9 @@
 """Seed, save and restore the global random generators of Python, numpy and torch.
 
-The package changes their states only when it initialises the model: batches, flips and sampling
-depend only on seed and iteration. However, layers that users add, such as dropout, may use the
-generators. The states are saved so that a resumed run with such layers equals an uninterrupted run.
+In this package, only the initialisation of the model changes the states of these generators.
+Batches, flips and sampling depend only on the seed and the iteration. However, layers that users
+add, such as dropout, may use the generators. Their states are saved so that a resumed run with such
+layers equals an uninterrupted run.
 """
 
 import random

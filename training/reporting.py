@@ -47,8 +47,9 @@ class DivergenceError(Exception):
 def check_loss_scale(scaler: GradScaler, iteration: int) -> None:
     """Check that the loss scale of fp16 training is at least 2 ** -16.
 
-    The loss scaler skips each step in which a gradient is NaN or infinite, and halves the loss
-    scale. If all steps are skipped, the losses stay finite, because the weights do not change.
+    Finite losses alone do not show that training works. The loss scaler skips each step in which a
+    gradient is NaN or infinite, and halves the loss scale. While all steps are skipped, the weights
+    do not change, so the losses stay finite.
 
     Args:
         scaler: Loss scaler of the run. If it is disabled, nothing is checked.
@@ -145,12 +146,12 @@ class TrainingReport:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Exclude the `with` block from the training time.
+        """Exclude the duration of the `with` block from the reported time per iteration.
 
         Before the block, report the losses of all iterations since the last report.
 
         Raises:
-            DivergenceError: One of these losses is not finite, or the loss scale is too small
+            DivergenceError: A reported loss is not finite, or the loss scale is too small
                 (`check_loss_scale`).
         """
         # Losses are reported first, because the run may end with this evaluation.
@@ -173,9 +174,9 @@ class TrainingReport:
             tracker.log(metrics, iteration)
 
     def record_drawing(self, iteration: int, path: Path) -> None:
-        """Send a drawing of detections, the PNG file `path`, to the trackers, if the file exists.
+        """Send the PNG file `path`, which shows detections, to the trackers if the file exists.
 
-        `iteration` is the number of iterations that were completed when it was drawn.
+        `iteration` is the number of iterations that were completed when the file was written.
         """
         if path.is_file():
             for tracker in self._trackers:

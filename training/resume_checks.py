@@ -55,10 +55,10 @@ def run_identity(config: TrainConfig, dataset: CocoDataset) -> dict[str, Any]:
 
 
 def with_initial_weights(config: TrainConfig, checkpoint: Checkpoint) -> TrainConfig:
-    """Return `config` with the value of `weights` that `checkpoint` stores.
+    """Return `config` with the key `weights` (initial weights) set to its value in `checkpoint`.
 
-    A resumed run does not read its initial weights. If `config` has another value of `weights`, log
-    that this value is ignored.
+    A resumed run does not read its initial weights. If `config` has another value of this key, log
+    that the value is ignored.
 
     Raises:
         ConfigError: The checkpoint has no training state.

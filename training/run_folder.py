@@ -113,9 +113,8 @@ class RunFolder:
     def save(self, checkpoint: Checkpoint, *, final: bool = False, best: bool = False) -> None:
         """Write a checkpoint atomically, and its name to `last_checkpoint`.
 
-        Then delete old checkpoints: of the files `model_<iteration>.pth` up to the iteration of
-        `checkpoint`, only the latest `keep` remain. `keep` is the constructor's argument. If it is
-        None, nothing is deleted.
+        Then delete older files `model_<iteration>.pth`, except for the latest ones. The
+        constructor's argument `keep` is the number of files to keep. If it is None, delete nothing.
 
         Args:
             checkpoint: Checkpoint to write.
@@ -131,10 +130,10 @@ class RunFolder:
         self._remove_older_than(checkpoint.iteration)
 
     def _remove_older_than(self, iteration: int) -> None:
-        """Remove numbered checkpoints up to an iteration, except for the last `keep` of them.
+        """Remove numbered checkpoints up to an iteration, but keep the latest of them.
 
-        `keep` is the constructor's argument. If it is None, remove nothing. Checkpoints of later
-        iterations are neither counted nor removed.
+        The constructor's argument `keep` is the number to keep. If it is None, remove nothing.
+        Checkpoints of later iterations are neither counted nor removed.
         """
         # Later checkpoints exist if the user resumed from an older one. Keep them, because this run
         # did not write them.

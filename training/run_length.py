@@ -1,4 +1,4 @@
-"""Conversion of a run's epochs to iterations, and a warning about far too many epochs."""
+"""Convert a run's length from epochs to iterations, and warn if the run is far too long."""
 
 import logging
 import math

@@ -34,8 +34,8 @@ class SolverConfig(YamlConfig):
     max_iterations: int = Field(90000, ge=1, le=1_000_000_000)
     """Number of optimiser steps of the run."""
     epochs: int | None = Field(None, ge=1, le=1_000_000)
-    """Length of the run in epochs. It replaces `max_iterations`, scales `steps` to the new length,
-    and limits the warm-up to a tenth of the run. None: use `max_iterations`."""
+    """Length of the run in epochs, instead of `max_iterations`. If set, `steps` are scaled to this
+    length, and the warm-up is limited to a tenth of the run. None: use `max_iterations`."""
     schedule: Literal["steps", "cosine", "linear"] = "steps"
     """Decay of the learning rate. steps: it is multiplied by `gamma` at each of `steps`. cosine,
     linear: it falls to 0 at the end of the run, along half a cosine or linearly."""

@@ -24,12 +24,12 @@ class Stability(NamedTuple):
 
     @property
     def mean(self) -> dict[str, float]:
-        """Mean over the seeds of each metric that all runs have."""
+        """Mean of each metric over all runs. Metrics that a run lacks are left out."""
         return {name: statistics.fmean(values) for name, values in self._values().items()}
 
     @property
     def deviation(self) -> dict[str, float]:
-        """Sample standard deviation, over all runs, of each metric that all runs have."""
+        """Sample standard deviation of each metric. Metrics that a run lacks are left out."""
         return {name: statistics.stdev(values) for name, values in self._values().items()}
 
     def _values(self) -> dict[str, list[float]]:

@@ -19,13 +19,13 @@ from .config import ConfigError, TrainConfig
 logger = logging.getLogger(__name__)
 
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
-# File with the id that each tracker has assigned to its record of the run. A resumed run continues
-# these records.
+# File with the ids that MLflow and Weights & Biases have assigned to the run. With these ids, a
+# resumed run adds to its earlier records.
 _IDS_FILE = "trackers.json"
 
 
 class Tracker(Protocol):
-    """Interface of all trackers, which record the metrics and drawings of a run."""
+    """Interface of all trackers. They record the metrics of a run, and images with detections."""
 
     def log(self, values: Mapping[str, float], iteration: int) -> None:
         """Record values such as losses and metrics, given by name.
@@ -34,7 +34,10 @@ class Tracker(Protocol):
         """
 
     def log_drawing(self, path: Path, iteration: int) -> None:
-        """Record a PNG file of validation images, drawn after `iteration` completed iterations."""
+        """Record a PNG file that shows detections on validation images.
+
+        `iteration` is the number of iterations that were completed when the file was written.
+        """
 
     def close(self, *, failed: bool) -> None:
         """Send pending values and close the tracker. `failed`: training ended with an error."""
@@ -57,7 +60,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(config: TrainConfig, first_iteration: int) -> list[Tracker]:
-    """Open the trackers that the configuration names. A resumed run continues its records.
+    """Open the trackers that the configuration names. A resumed run adds to its earlier records.
 
     Args:
         config: Configuration of the run.

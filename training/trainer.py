@@ -26,8 +26,8 @@ from .weight_average import WeightAverage
 
 logger = logging.getLogger(__name__)
 
-# Minimum length of a run, in iterations, for `compile=auto` to compile. Compilation takes as long
-# as it saves in about 2,000 steps of 8 images.
+# Minimum length of a run, in iterations, for `compile=auto` to compile. With 8 images per step, the
+# time for the compilation is saved after about 2,000 steps.
 WORTH_COMPILING = 3000
 AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -63,8 +63,8 @@ class Trainer:
         self.iteration = 0
         if self._compiles() or worker.world_size > 1:
             # Free the GPU memory of earlier runs in this process. A model that is compiled, or
-            # wrapped in DistributedDataParallel, is part of a reference cycle. Garbage collections
-            # skip this cycle, because reading the validation set of its run called `gc.freeze`.
+            # wrapped in DistributedDataParallel, is part of a reference cycle. `CocoDataset` calls
+            # `gc.freeze`, which excludes the existing cycles from later garbage collections.
             collect_frozen_objects()
         seed_generators(config.seed)
         self.model = MaskRCNN(config.model)
@@ -240,7 +240,7 @@ class Trainer:
         config, world_size = self.config.solver, self.worker.world_size
         set_learning_rates(self.optimizer, config, self.iteration)
         # The first backward pass needs the loss denominators of the global batch. If there are
-        # several passes, the samples of all passes are drawn without gradients first.
+        # several passes, first sample the anchors and RoIs of all passes, without gradients.
         counts = self._counts(batches) if len(batches) > 1 else None
         sums = torch.zeros(5, device=self.worker.device)
         averages = self._parallel is not self.model

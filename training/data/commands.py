@@ -46,7 +46,7 @@ def _classes_from_text(
 @click.group(commands=[convert, inspect, split, merge, filter_, download, verify, extract])
 def data() -> None:
     """Download, generate, convert, edit and inspect data sets in COCO format."""
-    # So that SIGTERM does not leave partial files.
+    # On SIGTERM, run the `finally` blocks, so that no partial files are left.
     click.get_current_context().with_resource(exit_on_signals())
 
 

@@ -14,7 +14,8 @@ class LimitedImages:
     A candidate is a pair of proposal and class with a score above `roi.score_threshold`. If an
     image has more than `roi.nms_candidates` candidates, the model drops those with the lowest
     scores before NMS. Such an image is counted if the model returns fewer than `roi.max_detections`
-    detections for it, because otherwise no detection is missing for this reason.
+    detections for it. If it returns this maximum, all of them have higher scores than the dropped
+    candidates, so none is missing.
 
     Call the model inside a `with` block of the counter, and call `add` after each call of the
     model.

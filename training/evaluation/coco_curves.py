@@ -61,7 +61,7 @@ def coco_curves(
     results: Mapping[IouType, list[dict[str, Any]]],
     evaluator: EvaluatorName,
 ) -> dict[IouType, Curves]:
-    """Compute COCO's precision-recall curves of detections, over boxes, masks or both.
+    """Compute COCO's precision-recall curves of detections, by box IoU, mask IoU or both.
 
     Args:
         ground_truth: Parsed COCO annotation file with at least one image.

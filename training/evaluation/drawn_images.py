@@ -1,4 +1,4 @@
-"""Draw the same validation images several times in a run, with ground truth and detections."""
+"""Write images that show ground truth and detections on the same validation images over a run."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -29,10 +29,12 @@ def chosen_images(dataset: CocoDataset, count: int) -> CocoDataset:
 def draw_detections(
     dataset: CocoDataset, results: Iterable[Mapping[str, Any]], title: str, path: Path
 ) -> None:
-    """Draw each image twice: with its ground truth, and with detections of score 0.5 or more.
+    """Write a PNG file that shows each image with its ground truth, and again with detections.
+
+    Only detections with a score of at least 0.5 are shown.
 
     Args:
-        dataset: Images to draw.
+        dataset: Images with ground truth.
         results: Detections with masks in COCO's results format.
         title: Text above each image with detections. The image's file name follows it.
         path: PNG file to write. Its folder is created if it does not exist.

@@ -27,7 +27,7 @@ from .result_files import coco_results_from, write_detections, write_metrics
 
 logger = logging.getLogger(__name__)
 
-# Metrics in the message of an error.
+# Metrics that the error message contains if a result file cannot be written.
 _HEADLINES = ("bbox/AP", "bbox/AP50", "segm/AP", "segm/AP50")
 
 
@@ -87,7 +87,7 @@ class CocoEvaluator:
 
         Raises:
             ConfigError: A file cannot be written, for example because the disk is full. The other
-                files are written nevertheless. The message has the most important metrics.
+                files are written nevertheless. The error message contains the main metrics.
         """
         gathered = self._worker.gather(self._detections)
         limited_images = sum(self._worker.gather(self.limited_images))
@@ -109,7 +109,7 @@ class CocoEvaluator:
                 if folder is not None:
                     errors += _errors_of(write_metrics, folder, metrics)
             if report is not None:
-                from .report import write_report  # matplotlib takes a second
+                from .report import write_report  # slow import, because of matplotlib
 
                 content = self._dataset, results["segm"], metrics, image_ids
                 errors += _errors_of(write_report, report, *content)

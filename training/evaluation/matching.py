@@ -14,7 +14,7 @@ from ..data.coco.dataset import CocoDataset, ImageRecord
 
 # Minimum mask IoU of a detection with the object that it matches.
 MIN_IOU = 0.5
-# Score threshold of a class without any correct detection. Such a class has no best threshold.
+# Score threshold for drawn detections, and for classes of which no detection is correct.
 DEFAULT_THRESHOLD = 0.5
 
 

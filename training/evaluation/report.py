@@ -21,7 +21,7 @@ from .coco_metrics import IOU_TITLES, metric_text
 from .matching import ClassCurve, class_curves, confusion_matrix, matched_images
 from .worst_images import draw_worst_images
 
-# Maximum number of classes for a legend beside the curves, and counts in the cells of the matrix.
+# With more classes, the curves have no legend, and the cells of the matrix have no counts.
 _MAX_LABELS = 20
 _STYLE = """
 body { font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }
@@ -151,8 +151,7 @@ def _confusion_figure(names: Sequence[str], counts: NDArray[np.int64]) -> bytes:
     side = min(4 + 0.35 * len(counts), 24)
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
-    # Colour each cell by its share of the row's sum: of the objects of a class or, in the last row,
-    # of the detections without an object.
+    # Colour each cell by its share of the sum of its row.
     axes.imshow(
         counts / np.maximum(counts.sum(axis=1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1
     )

@@ -26,11 +26,11 @@ from .result_files import RESULTS_FOLDER
 
 logger = logging.getLogger(__name__)
 
-# Folder for drawings of validation images, and PNG file that joins some of the drawings. Both are
-# in `output_dir`.
+# In `output_dir`: folder for PNG files that show detections on validation images, and PNG file that
+# joins some of these files.
 _DRAWINGS_FOLDER = "validation_images"
 PROGRESS_FILE = "progress.png"
-# Fractions of a run after which the images are drawn and joined, with or without an evaluation.
+# Fractions of a run after which these PNG files are written even if no evaluation is due.
 _DRAWN_AFTER = (0.1, 0.3, 1.0)
 
 
@@ -92,7 +92,7 @@ class Validation:
         report: Path | None = None,
         iteration: int = 0,
     ) -> dict[str, float]:
-        """Evaluate a model. Write detections, metrics and drawings to `output_dir`.
+        """Evaluate a model. Write detections, metrics and images with detections to `output_dir`.
 
         Call this method on every rank.
 
@@ -101,7 +101,7 @@ class Validation:
             progress: Progress bars from `terminal_progress`.
             report: HTML file for a report. None: write no report.
             iteration: Number of iterations that the model was trained for. 0: unknown. The PNG file
-                with drawn images is named after this number.
+                that shows detections is named after this number.
 
         Returns:
             Metrics by name, the same on all ranks. The dictionary is empty if
@@ -131,18 +131,18 @@ class Validation:
         return metrics
 
     def drawing_is_due(self, iteration: int) -> bool:
-        """Whether images must be drawn after `iteration` iterations even if no evaluation is due.
+        """Whether `draw` must be called after `iteration` iterations even without an evaluation.
 
         True after 10 %, 30 % and 100 % of the run's iterations, if `evaluation.draw_images` is set.
         """
         return bool(self._config.evaluation.draw_images) and iteration in self._drawing_iterations()
 
     def draw(self, model: MaskRCNN, iteration: int) -> None:
-        """On rank 0, draw validation images with a model's detections to a PNG file.
+        """On rank 0, write a PNG file that shows a model's detections on some validation images.
 
-        The key `evaluation.draw_images` is the number of images. If it is 0, draw nothing. After
+        The key `evaluation.draw_images` is the number of images. If it is 0, write nothing. After
         10 %, 30 % and 100 % of the run's iterations, also write `progress.png`, which stacks the
-        drawings of these iterations that exist so far.
+        PNG files that exist so far for these iterations.
 
         Args:
             model: Model to evaluate. It is not changed.
@@ -175,7 +175,7 @@ class Validation:
         return sorted({max(1, round(share * length)) for share in _DRAWN_AFTER})
 
     def drawing(self, iteration: int) -> Path:
-        """Return the path of the PNG file that `draw` writes after `iteration` iterations."""
+        """Return the path of the PNG file with detections that `draw` writes at `iteration`."""
         return self._config.output_dir / _DRAWINGS_FOLDER / f"{iteration:07d}.png"
 
     @contextmanager

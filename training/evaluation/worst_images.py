@@ -1,4 +1,4 @@
-"""Draw the validation images with the most errors: ground truth beside detections."""
+"""Show the images with the most errors in a PNG file: ground truth beside detections."""
 
 from collections.abc import Iterable, Sequence
 from itertools import compress
@@ -11,7 +11,7 @@ from ..data.coco.dataset import ImageRecord
 from ..data.inspect.sample_grid import compared_samples, draw_samples
 from .matching import MatchedImage
 
-# Maximum number of images, each drawn with ground truth and with detections.
+# Maximum number of images in the PNG file. Each appears with ground truth and with detections.
 _MAX_IMAGES = 8
 
 
@@ -33,7 +33,7 @@ def draw_worst_images(
     thresholds: Sequence[float],
     path: Path,
 ) -> bool:
-    """Draw the images with the most errors into a PNG file. Return whether there are any errors.
+    """Write a PNG file that shows the images with the most errors. Return whether it was written.
 
     Args:
         images: Matched detections.

@@ -1,4 +1,4 @@
-"""Initial model of a fine-tuning, with its preprocessing, from the key `weights`."""
+"""Load the initial model of a fine-tuning from the weights that the key `weights` names."""
 
 import torch
 
@@ -26,8 +26,8 @@ def initial_checkpoint(reference: str | None) -> Checkpoint:
       defaults.
     - None: the model is the default model with group norm.
 
-    Without weights of a whole model, the input size is the default, and the weights in the result
-    are tensors without data (device `meta`).
+    In the last two cases, the input size is the default, and the weights in the result are tensors
+    without data (device `meta`).
 
     Args:
         reference: Value of the configuration key `weights`. None: random weights.

@@ -19,8 +19,7 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     to the value.
 
     Args:
-        path: Path of the data set. For the validation, it stands in for the paths in `data.train`,
-            which are required.
+        path: Path of the data set, a placeholder for the required paths in `data.train`.
         overrides: Overrides of the form `key.path=value`.
 
     Raises:

@@ -184,10 +184,9 @@ def _given_buckets(given: Mapping[str, Any]) -> tuple[ShapeBucket, ...]:
 
 
 def _other_side(buckets: Sequence[ShapeBucket], side: int) -> int:
-    """Return the maximum length of one side of an image whose other side is `side` pixels.
+    """Return the largest n such that images of n x `side` and `side` x n pixels fit into buckets.
 
-    Up to this length, the image fits into a bucket in both orientations, portrait and landscape. If
-    no length fits, the result is 0.
+    If no n fits, the result is 0.
     """
     widths = (bucket.width for bucket in buckets if bucket.height >= side)
     heights = (bucket.height for bucket in buckets if bucket.width >= side)

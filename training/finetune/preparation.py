@@ -132,7 +132,7 @@ def prepare_finetuning(
     worker: Worker,
     lock: ExitStack,
 ) -> Finetuning:
-    """Recognise a data set, and fit the configuration of a fine-tuning to it.
+    """Recognise the layout of a data set, and fit the configuration of a fine-tuning to the data.
 
     Every rank must call this function. All ranks get the same configuration.
 
@@ -146,8 +146,8 @@ def prepare_finetuning(
         given: The values in `overrides` by dotted key, such as "solver.base_lr".
         output: Folder of the run to prepare. It must not contain a run.
         worker: Rank and device of this process.
-        lock: Stack that is to hold the lock of `output` on rank 0. Close it when the training has
-            ended, so that no other process replaces the annotations of the run.
+        lock: Stack to which rank 0 adds the lock of `output`. Close the stack only when the
+            training has ended, so that no other process replaces the annotations of the run.
 
     Raises:
         DataError: The layout is unknown, or the data set is unusable.
@@ -232,7 +232,7 @@ def resumed_data(path: Path, config: TrainConfig) -> DataConfig:
         old: DatasetConfig | None = getattr(config.data, key)
         if old is not None and split is not None and not old.images.exists():
             file = split.annotations
-            if file.is_relative_to(folder):  # converted, so the run has the same file
+            if file.is_relative_to(folder):  # converted: the run has an equal copy
                 file = stored / file.name
             present[key] = old.model_copy(update={"images": split.images, "annotations": file})
     return config.data.model_copy(update=present)

@@ -1,4 +1,4 @@
-"""Choose the training and the validation set of a recognised data set."""
+"""Choose the training and the validation set of a fine-tuning from the splits of a data set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ class ChosenSplits:
 def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     """Choose the training and the validation set, and write the converted annotations.
 
-    If there is no validation split, 10 % of the training images are held out for validation. A hash
-    of the file names selects them. A larger version of the data set therefore holds out the same
-    images, and more. Other splits, such as `test`, are not used.
+    If there is no validation split, 10 % of the training images are held out for validation. They
+    are selected by a hash of the file name, so they stay held out when images are added to the data
+    set. Other splits, such as `test`, are not used.
 
     Args:
-        layout: The recognised data set.
+        layout: Layout and splits of the data set, from `recognize_layout`.
         folder: Folder for COCO annotation files. Each split that must be converted is written to a
             file with the name of the split, such as `valid.json`. If there is no validation split,
             the training and the held-out images are written to `train.json` and `val.json`.

@@ -63,7 +63,7 @@ def resized_mask(
 ) -> NDArray[np.uint8]:
     """Crop a mask [H, W] to a box, and resize the crop to `target` (h, w).
 
-    `region` is the box: xyxy in pixels of `mask`. Argument and result contain 0 and 1.
+    `region` is the box: xyxy in pixels of `mask`. Both masks contain 0 and 1.
     """
     # Use the filter with which the image is resized, so that mask and image stay aligned.
     image = Image.fromarray(mask * np.uint8(255))

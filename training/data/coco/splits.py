@@ -36,7 +36,7 @@ def find_splits(folder: Path) -> dict[str, DatasetConfig]:
     4. All other subfolders of `folder` and of `folder/images`. A subfolder that is named after
        another split is excluded if that split also lists any of the five file names. If several of
        the remaining subfolders contain any of the five images, `DataError` is raised, because some
-       of them may hold drawings of detections, for example.
+       of them may hold copies of the images, for example with detections drawn on them.
 
     If all of these folders lack the five images, the first folder of step 1 is chosen, or else the
     folder of step 2. Splits without an image folder are skipped with a warning.

@@ -117,11 +117,10 @@ def write_coco_files(
 def write_splits(
     folder: Path, contents: Mapping[str, Callable[[], SourceContent]], *, overwrite: bool
 ) -> dict[str, WrittenSplit]:
-    """Write each split to `<split>.json`. The new files replace older ones after all are complete.
+    """Write each split to `<split>.json`. Replace existing files only when all files are complete.
 
-    Otherwise, an error or a signal could leave files of two different divisions of a data set,
-    whose training and validation images might overlap. Only an interruption between the final
-    renames can.
+    An error or a signal therefore leaves no mix of old and new files, in which training and
+    validation images might overlap. Only an interruption between the final renames can leave one.
 
     Args:
         folder: Output folder. It is created if it does not exist.
@@ -156,7 +155,7 @@ def write_coco_file(path: Path, source: SourceContent) -> WrittenSplit:
 def _write(file: BinaryIO, path: Path, source: SourceContent) -> WrittenSplit:
     content = source.content
     file.write(json.dumps(content).encode())
-    # Nothing but the rename is left to fail.
+    # Flush to the disk now. Afterwards, only the rename can fail.
     file.flush()
     os.fsync(file.fileno())
     crowds = sum(annotation.get("iscrowd") == 1 for annotation in content["annotations"])

@@ -201,7 +201,7 @@ def _group_categories(contents: Sequence[Mapping[str, Any]]) -> frozenset[int | 
     A group has no annotations, has the supercategory "none", and is itself the supercategory of
     another category. Roboflow adds such a category with id 0.
 
-    `contents` has the content of the COCO file of each split.
+    `contents` holds one parsed COCO file per split.
     """
     used = {id_from(a.get("category_id")) for c in contents for a in c["annotations"]}
     categories = [category for c in contents for category in c["categories"]]

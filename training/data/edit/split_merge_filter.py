@@ -30,11 +30,10 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 
     Args:
         content: The data set.
-        shares: Share of the images, 0 to 1, of each part except `train`, by name of the part, such
-            as `val`. The parts are filled in this order, and the remaining images become the part
-            `train`. Each part gets at least one annotated image. If too few images are annotated,
-            the last parts in `shares` stay empty, but `train` still gets one. An image and its
-            augmented copies count as one image.
+        shares: Share of the images, 0 to 1, by name of the part, such as `val`. The remaining
+            images become the part `train`. Each part gets at least one annotated image. If too few
+            images are annotated, the last parts in `shares` stay empty, but `train` still gets one.
+            An image and its augmented copies count as one image.
 
     Returns:
         Content by name of the part, with `train` first.

@@ -24,7 +24,7 @@ def augmented_samples(
 
     Args:
         dataset: Training images.
-        config: Settings `data` of the training configuration.
+        config: Section `data` of the training configuration.
         count: Maximum number of samples.
         seed: Seed of the random choices.
 

@@ -1,4 +1,4 @@
-"""Draw a grid of sample images with annotations: suspicious ones first, then random ones."""
+"""Show sample images with annotations in a grid: suspicious images first, then random ones."""
 
 import math
 import textwrap
@@ -42,7 +42,7 @@ _GOLDEN_RATIO = 0.618034
 
 
 class GridSample(NamedTuple):
-    """Image with annotations, to draw in one cell of a grid of sample images."""
+    """Image with annotations, for one cell of a grid of sample images."""
 
     record: ImageRecord
     categories: tuple[Category, ...]
@@ -101,13 +101,13 @@ def compared_samples(
 
 
 def draw_samples(samples: Sequence[GridSample], path: Path) -> None:
-    """Draw images with masks, boxes and class names as a grid into a PNG file.
+    """Write a PNG file with a grid of images that show their masks, boxes and class names.
 
     A suspicious annotation has a red box, and the title of the image states the reason. Crowds have
     dashed boxes.
 
     Args:
-        samples: Images to draw, at least one.
+        samples: Images of the grid, at least one.
         path: PNG file to write. Its folder is created if it does not exist.
     """
     rows = math.ceil(len(samples) / _COLUMNS)

@@ -50,7 +50,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
 
         Args:
             dataset: Data set that contains the images.
-            config: Settings `data` of the training configuration.
+            config: Section `data` of the training configuration.
             seed: Seed of the random flips and transforms. Each `Sample.seed` is derived from it.
             training: True: flip and augment images as `config` says, and replace an unreadable
                 image by another of the same shape bucket. False: read all images without flips and

@@ -1,4 +1,4 @@
-"""Image records in one block of bytes, which lies in memory shared by data-loading processes."""
+"""Image records serialised to one block of bytes, which all data-loading processes share."""
 
 import pickle
 from collections.abc import Iterable

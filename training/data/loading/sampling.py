@@ -36,9 +36,9 @@ class GlobalBatches:
     All images of a batch have the same shape bucket (input size).
 
     Without repeat factors, every image occurs once in each epoch. With repeat factors, the factor
-    of an image is its average number of occurrences in an epoch. The order of a bucket's images is
-    random. If the bucket's last batch is not full, it is filled with the bucket's first images,
-    which then occur at least once more. The order of the batches is random.
+    of an image is its average number of occurrences in an epoch. Each epoch shuffles the images of
+    each bucket, and the batches. If the last batch of a bucket is not full, the first images of the
+    bucket fill it, and occur again.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ def draw_dataset(
     overwrite: bool = False,
     on_image: Callable[[], object] = lambda: None,
 ) -> None:
-    """Draw a data set and write it to `train/`, `val/` and `annotations/` in a folder.
+    """Generate a data set, and write it to `train/`, `val/` and `annotations/` in a folder.
 
     Args:
         folder: Output folder. It is created if it does not exist.
@@ -116,16 +116,16 @@ def _delete_surplus_images(folder: Path, count: int) -> None:
 
 
 def with_synthetic_data(config: TrainConfig) -> TrainConfig:
-    """Return a configuration with synthetic data instead of its own, to measure training speed.
+    """Replace the data sets of a configuration by synthetic ones, to measure training speed.
 
     The images are `data.max_size` pixels wide and `data.min_size` high, or the reverse. Each side
-    has at least 64 pixels. If `output_dir` does not contain the images, this function draws and
-    saves them. If several processes call this function, one draws and the others wait.
+    has at least 64 pixels. If `output_dir` does not contain the images, this function generates
+    them. If several processes call this function, one generates the images and the others wait.
 
     Raises:
         ConfigError: `output_dir` cannot be created or written.
     """
-    from ...run_folder import create_output_folder  # not needed by the worker processes, and slow
+    from ...run_folder import create_output_folder  # slow import; workers do not need it
 
     data = config.data
     drawn = SyntheticConfig(
@@ -168,8 +168,9 @@ def _draw_images(
         yield from map(draw, range(count))
         return
     # Start the processes with "spawn", because a fork would copy locks that other threads hold.
-    # Each process has a pipe of its own, which ends with the process. In the shared pipe of an
-    # executor, a message that a killed process wrote in part would be waited for forever.
+    # Each process has its own pipe, which is closed when the process ends. An executor has one pipe
+    # for all processes. If a process were killed while it writes to this pipe, the main process
+    # would wait forever for the rest of the message.
     context = multiprocessing.get_context("spawn")
     receivers = []
     with ExitStack() as stack:
@@ -232,8 +233,8 @@ def _draw_image(folder: Path, config: SyntheticConfig, split: str, index: int) -
 def annotation_from_object(scene_object: SceneObject) -> dict[str, Any]:
     """Return the COCO annotation of an object's visible part, without `id` and `image_id`.
 
-    The segmentation of a crowd, of an object with holes, or of an object with only tiny visible
-    regions is an RLE. Other objects have one polygon per connected visible region.
+    If the object is a crowd, has holes, or has only tiny visible regions, its segmentation is an
+    RLE. Otherwise, it consists of one polygon per connected visible region.
     """
     height, width = scene_object.visible.shape
     rings = _rings_from_coverage(scene_object.visible)

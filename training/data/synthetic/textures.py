@@ -64,7 +64,7 @@ _SURFACE_PATTERNS: tuple[_Pattern, ...] = (
 def _pattern(
     rng: Generator, choices: Sequence[_Pattern], height: int, width: int, period: float
 ) -> Texture:
-    """Draw one pattern from `choices`, at a random angle and repeated every `period` pixels."""
+    """Return a random pattern of `choices` at a random angle, repeated every `period` pixels."""
     angle = rng.uniform(0, math.pi)
     y, x = np.mgrid[:height, :width].astype(np.float32)
     frequency = math.tau / period
