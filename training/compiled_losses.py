@@ -57,11 +57,10 @@ class CompiledLosses:
             on_counts: Function to call with `LossTerms.counts` in each forward pass, before the
                 losses are computed. If a compilation fails, it may be called twice. None: call
                 nothing.
-            on_gradients: Function to call in each backward pass when the gradients of the first
-                group of `parameters_by_part` are computed, and again when those of the second group
-                are computed. The second call is left out if the backbone's first stages are frozen.
-                Both calls are left out if the whole backbone is frozen, or if a compilation has
-                failed. None: call nothing.
+            on_gradients: Function to call twice in each backward pass: when the gradients of group
+                1 of `parameters_by_part` are computed, and when those of group 2 are. The second
+                call is left out if the backbone's first stages are frozen. Both calls are left out
+                if the whole backbone is frozen, or if a compilation has failed. None: call nothing.
         """
         # On import, torch sets this variable to a folder in /tmp, unless the user has set it.
         # Replace only torch's value.

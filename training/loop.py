@@ -154,7 +154,7 @@ class TrainingLoop:
             self._trainer.freeze_backbone()
 
     def _evaluate_and_save(self, report: TrainingReport) -> bool:
-        """Evaluate and save the model if this is due. Return whether training ends.
+        """Evaluate and save the model, each if it is due. Return whether training ends.
 
         Without an evaluation, an image file that shows detections on validation images may still be
         due (`Validation.drawing_is_due`). A checkpoint is written with each evaluation, every

@@ -72,7 +72,7 @@ class RunFolder:
         """
         with (self.path / _LOCK).open("a+") as file:
             try:
-                # Use `lockf`, because child processes do not inherit its locks. Otherwise, the
+                # Use `lockf`, because child processes do not inherit its locks. With `flock`, the
                 # data-loading processes of a killed run would hold the lock for some seconds.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):

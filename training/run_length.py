@@ -25,10 +25,10 @@ def finetuning_epochs(images: int) -> float:
 
 
 def with_run_length(dataset: CocoDataset, config: TrainConfig) -> TrainConfig:
-    """Return a configuration with `solver.epochs`, if set, converted to `solver.max_iterations`.
+    """Convert `solver.epochs`, if set, to `solver.max_iterations`. Return the configuration.
 
-    If the run is far too long for its number of training images (more than 50 times the epochs that
-    `finetuning_epochs` estimates), log a warning.
+    If the run has more than 50 times the epochs that `finetuning_epochs` estimates for its number
+    of training images, log a warning.
 
     Raises:
         DataError: `solver.epochs` is set, and the data set has no image for training.

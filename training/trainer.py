@@ -161,7 +161,7 @@ class Trainer:
 
     @property
     def evaluated_model(self) -> MaskRCNN:
-        """Model to evaluate and to export: the weight average if there is one, else the model."""
+        """Model to evaluate and export: the moving average if there is one, else the model."""
         return self.model if self.average is None else self.average.model
 
     def share_statistics(self) -> None:

@@ -25,8 +25,8 @@ class LimitedImages:
         """Create a counter, initially 0, of images for which `model` may drop detections."""
         self._roi_heads = model.roi_heads
         self._config = model.config.roi
-        # [B * R] int64: number of candidates of each of R proposals in each of B images, in the
-        # model's last call.
+        # [B * R] int64: number of candidates per proposal in the model's last call, for B images
+        # with R proposals each.
         self._candidates = torch.zeros(0)
         # The count stays on the model's device, so that the evaluation does not wait for copies.
         self._count = torch.zeros((), dtype=torch.int64)

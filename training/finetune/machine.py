@@ -22,10 +22,10 @@ class Machine(NamedTuple):
 
 
 def common_machine(worker: Worker) -> Machine:
-    """Return properties that suit the machines of all ranks. Every rank must call this function.
+    """Combine the properties of all ranks' machines. Every rank must call this function.
 
-    The result is the same on all ranks: the least free memory of any rank, the fewest cores of any
-    rank, and bf16 only if the GPUs of all ranks support it.
+    The result is the same on all ranks: the minimum of free memory and of cores over the ranks, and
+    bf16 only if the GPUs of all ranks support it.
     """
     machines = worker.gather(_own_machine(worker))
     common = None

@@ -195,9 +195,9 @@ def prepare_finetuning(
 def resumed_data(path: Path, config: TrainConfig) -> DataConfig:
     """Check that a run was trained on the data set at `path`, and return the run's section `data`.
 
-    If the image folders in this section no longer exist, the result has the present paths instead.
-    This happens if the data set was moved, or if the paths are relative to another working
-    directory.
+    If an image folder in this section no longer exists, its path and that of the annotations are
+    replaced by the current ones. This happens if the data set was moved, or if the paths are
+    relative to another working directory.
 
     Args:
         path: Path of the data set.

@@ -168,7 +168,7 @@ class CocoDataset:
                 "them with data.on_broken=skip"
             )
         if self.faults:
-            # Conversion has left out invalid lines of YOLO and shapes of LabelMe already.
+            # The conversion has already left out invalid YOLO lines and LabelMe shapes.
             converted = self._number_of_faults("labels:", "shapes:")
             skipped = self._number_of_faults("annotations:") + converted
             logger.warning(

@@ -50,9 +50,8 @@ def index_images(
         folder: Image folder.
         faults: Mapping to update: for each reason, the file names of invalid entries. An entry
             without a file name is listed by its id.
-        repairs: Mapping to update: for each reason, the file names of the entries. The reasons are:
-            the entry gets a new id; its file is found at another path; an earlier entry has the
-            same file.
+        repairs: Mapping to update: for each reason, the file names of entries that get a new id,
+            whose file is found at another path, or whose file an earlier entry also has.
     """
     names = {name for entry in entries if isinstance(name := entry.get("file_name"), str)}
     found = find_image_paths(folder, names)

@@ -139,7 +139,7 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
     for place in (*named, folder):
         if has_images(place):
             return place
-    # By resolved path, because several links may lead to one folder.
+    # The keys are resolved paths, because several links may lead to one folder.
     found = {
         place.resolve(): place
         for place in places
@@ -175,7 +175,8 @@ def _lists_other_images(place: Path, names: Sequence[str], others: Mapping[str, 
         names: Image file names of the split for which the folder is a candidate.
         others: Annotation files of the other splits, by name of the split.
     """
-    # Files with a name that both splits list are then probably images of the other split.
+    # In a folder that is named after the other split, a file whose name both splits list is
+    # probably an image of the other split.
     owners = (file for split, file in others.items() if _is_named(place, split))
     return any(not set(names).isdisjoint(_file_names(file)) for file in owners)
 

@@ -40,7 +40,7 @@ def load_training_set(config: DataConfig) -> CocoDataset:
 
 
 def left_out_message(empty: int) -> str:
-    """Return a message about images without objects. Training leaves out `empty` such images."""
+    """Return the message that training leaves out `empty` images without objects."""
     return (
         f"images without objects are left out: {empty} (to train on them, set data.keep_empty=true)"
     )

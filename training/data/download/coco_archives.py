@@ -76,7 +76,7 @@ _ARCHIVES: Mapping[Edition, Mapping[Part, CocoArchive]] = {
 def coco_archives(
     edition: Edition, parts: Sequence[Part], md5s: Mapping[str, str] = MappingProxyType({})
 ) -> dict[Part, CocoArchive]:
-    """Return the archives of an edition of COCO by part: `train`, `val` and `annotations`.
+    """Return the archives of a COCO edition, by part (`train`, `val` and `annotations`).
 
     Args:
         edition: Edition of COCO, such as `coco2017`.

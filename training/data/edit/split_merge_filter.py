@@ -60,7 +60,7 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
 
 
 def repeated_classes(content: Content) -> dict[str, list[int | str | None]]:
-    """Return the names that several categories of a data set share, with these categories' ids."""
+    """Return each name that several categories of a data set have, with these categories' ids."""
     ids: dict[str, list[int | str | None]] = defaultdict(list)
     for category in content["categories"]:
         ids[str(category.get("name"))].append(id_from(category.get("id")))
@@ -194,7 +194,7 @@ def filter_content(
 
 
 def has_common_images(content: Content, path: Path) -> bool:
-    """Return whether a COCO file lists an image of the same name as `content` does.
+    """Return whether `content` and the COCO file `path` list images with the same file name.
 
     The result is False if `path` is not a COCO file.
     """

@@ -182,7 +182,7 @@ def _check_is_no_input(
     """Check that an existing output file is not one of a data set's images or annotation files.
 
     Raises:
-        click.UsageError: The output file is a file of the data set, which it would replace.
+        click.UsageError: The output would replace a file of the data set.
     """
     from ..coco.dataset import DataError, read_json
     from ..convert.labelme import is_labelme

@@ -93,7 +93,7 @@ class DatasetReport:
     splits: Mapping[str, SplitReport]
     # Paths of invalid and suspicious image files of all splits, by reason.
     files: Mapping[str, tuple[str, ...]]
-    # All suspicious annotations and files, for the sample grid.
+    # All suspicious annotations and files, for the grid of sample images.
     suspicions: tuple[Suspicion, ...] = field(repr=False)
 
 

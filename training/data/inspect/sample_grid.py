@@ -101,7 +101,7 @@ def compared_samples(
 
 
 def draw_samples(samples: Sequence[GridSample], path: Path) -> None:
-    """Write a PNG file with a grid of images that show their masks, boxes and class names.
+    """Write a PNG file with a grid of images on which masks, boxes and class names are drawn.
 
     A suspicious annotation has a red box, and the title of the image states the reason. Crowds have
     dashed boxes.

@@ -43,7 +43,7 @@ def random_numbers(seed: int) -> Iterator[None]:
 
 
 class Augmentation:
-    """Random transforms of samples. Random numbers are drawn from torch's CPU generator."""
+    """Random transforms of images with ground truth. They use torch's CPU random generator."""
 
     def __init__(self, transforms: Sequence[TransformConfig]) -> None:
         """Divide the transforms into resizing (applied first), copy-paste (last), and others."""
@@ -171,7 +171,7 @@ def _without_hidden(sample: Sample) -> Sample:
     visible = sample.masks.any(axis=(1, 2))
     masks = sample.masks[visible]
     boxes: NDArray[np.float32] = masks_to_boxes(torch.from_numpy(masks)).numpy()
-    boxes[:, 2:] += 1  # from the last pixel to its far edge
+    boxes[:, 2:] += 1  # to include the last pixel
     return sample._replace(masks=masks, boxes=boxes, labels=sample.labels[visible])
 
 

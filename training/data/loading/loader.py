@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchLoader:
-    """Iterable over batches. A `BatchPlan` lists the image indices of each batch.
+    """Iterable over batches. Each batch has the images that a `BatchPlan` lists.
 
     `BatchReader` omits or replaces unreadable images. This class logs the unreadable images, and
     skips batches without a readable image.

@@ -188,7 +188,7 @@ def _draw_images(
 
 
 def _send_images(sender: Connection, draw: Callable[[int], _Drawn], indices: Iterable[int]) -> None:
-    """Draw images in a worker process. Send their COCO entries, or the error that occurred."""
+    """Generate images in a worker process. Send their COCO entries or an error to the parent."""
     # End immediately on Ctrl+C, without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # The pipe is broken if the main process was killed.
