@@ -61,8 +61,8 @@ class ServeFields(FrozenConfig):
     preferred_batch: tuple[int, ...] = ()
     """Batch sizes, besides `max_batch`, at which a batch starts without waiting for more images."""
     queue_size: int = Field(256, ge=1, le=1_000_000)
-    """Maximum number of in-flight images per model. Each holds an admission slot. If all are in use,
-    further requests of a connection that has its fair share of the slots are rejected."""
+    """Maximum number of in-flight images per model. Each holds an admission slot. If all slots are
+    in use, further requests of a connection that has its fair share are rejected."""
     max_wait_s: float = Field(10.0, gt=0, le=DAY_S)
     """Maximum estimated queue time in seconds. If the recent service rate is too low for
     `queue_size` images in this time, there are fewer admission slots, but at least 32."""
