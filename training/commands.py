@@ -87,11 +87,10 @@ def train(
     CONFIG is a YAML file or the name of a preset. KEY=VALUE overrides a key of CONFIG, as in
     `solver.base_lr=0.01`, and `device=0,1` trains on two GPUs.
 
-    With --resume, the following must be the same as in the interrupted run: the content of the
-    training images and annotations, the section model, the section data except its keys val,
-    workers, on_broken, flip_probability and transforms, and the keys seed, solver.optimizer and
-    solver.images_per_batch. If the files were moved, the paths in data.train may change, too. All
-    other keys may change.
+    With --resume, the training images and annotations must be the same as in the interrupted run,
+    but may be in other folders. These keys must be the same, too: seed, solver.optimizer,
+    solver.images_per_batch, all keys of the section model, and all keys of the section data except
+    val, workers, on_broken, flip_probability and transforms. All other keys may change.
     """
     from .config import load_config
 

@@ -130,7 +130,7 @@ def evaluate_loaded(
             check_creatable(report, ".html")
         except OSError as error:
             raise ConfigError(
-                f"the report {report}: {error.strerror}; choose another path"
+                f"cannot write the report {report}: {error.strerror}; choose another path"
             ) from None
     set_arithmetic(config)
     with terminal_progress(rank) as progress:

@@ -80,16 +80,16 @@ def evaluate(
     CHECKPOINT can also be weights of another implementation, or a name that `maskrcnn weights list`
     prints.
 
-    `maskrcnn eval BUNDLE DATA` evaluates a bundle with the backends of the server. DATA is a data
-    set folder in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for `maskrcnn train
-    finetune`. Its split `val`, or its only split, is used. For any other image folder with a COCO
-    annotation file, give --images and --annotations instead of DATA. DATA can also be CONFIG
-    [KEY=VALUE]... as above. Then only data.val, data.on_broken, data.exif_orientation and the
-    section `evaluation` of CONFIG are used.
+    `maskrcnn eval BUNDLE DATA` evaluates a bundle (exported model) with the server's backends.
+    DATA is a data set folder in the layout of COCO, Roboflow, CVAT, LabelMe or YOLO, as for
+    `maskrcnn train finetune`. Its split `val`, or its only split, is used. For any other image
+    folder with a COCO annotation file, give --images and --annotations instead of DATA. DATA can
+    also be CONFIG [KEY=VALUE]... as above. Then only data.val, data.on_broken,
+    data.exif_orientation and the section `evaluation` of CONFIG are used.
 
-    A checkpoint is also evaluated as a bundle if DATA is a data set folder, or if --images,
-    --annotations, --backend, --precision or -o is given. The checkpoint is first exported to a
-    bundle in the cache folder. Later evaluations reuse the bundle.
+    If DATA is a data set folder, or if --images, --annotations, --backend, --precision or -o is
+    given, a checkpoint is evaluated as a bundle, too: it is first exported to a bundle in the cache
+    folder. Later evaluations reuse the bundle.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
     coco_results.pth, which torch.load reads. If a metric is below evaluation.expected, the exit

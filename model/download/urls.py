@@ -1,4 +1,4 @@
-"""URLs in messages."""
+"""Removal of user names and passwords from URLs in messages."""
 
 import re
 from pathlib import Path

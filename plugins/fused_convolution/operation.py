@@ -40,7 +40,7 @@ def convolution_relu(
         dilation: vertical and horizontal dilation.
 
     Returns:
-        [B, N, H', W'], on a GPU channels-last.
+        [B, N, H', W']. On a GPU, it is channels-last.
     """
     output = F.conv2d(images, weight, bias, stride, padding, dilation)
     return (output if residual is None else output + residual).relu()
@@ -112,7 +112,7 @@ def pointwise_convolution(
         relu: whether to apply a ReLU.
 
     Returns:
-        [B, N, H', W'], on a GPU channels-last for float16 and bfloat16.
+        [B, N, H', W']. On a GPU, float16 and bfloat16 outputs are channels-last.
     """
     if images.dtype not in HALF_TYPES:
         in_torch: Tensor = _pointwise_in_torch(images, weight, bias, residual, stride, relu)

@@ -5,9 +5,9 @@ Training does not use this operation. Instead, the data loader rasterises the ma
 
 Specification of all implementations, whose results are equal bit for bit: polygons are scaled in
 double precision so that the RoI becomes M x M pixels, and rasterised as by pycocotools. A RoI side
-below one pixel is enlarged to one pixel. Scaled corner coordinates are clamped to -100 * M .. 100 *
-M. The argument `matched` holds the instance index of each RoI. The target is zero if the index is
-out of range or the box is not finite.
+below one pixel is enlarged to one pixel. The scaled coordinates of the polygons' vertices are
+clamped to -100 * M .. 100 * M. The argument `matched` holds the instance index of each RoI. The
+target of a RoI is zero if this index is out of range or a coordinate of the RoI is not finite.
 """
 
 import warnings

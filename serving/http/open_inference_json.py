@@ -137,7 +137,7 @@ def infer_request_from_http(
     if text.count(b",") + text.count(b"[") > _MAX_VALUES:
         raise InvalidRequestError(
             f"the JSON has more than {_MAX_VALUES} values; send pixels as binary data "
-            "(binary_data_size), or images as files"
+            "(binary_data_size), or encoded image files (datatype BYTES)"
         )
     parsed = parse_json(InferRequest, text)
     raw = _raw_contents(parsed.inputs, memoryview(body)[length:])

@@ -272,8 +272,8 @@ def split_raw(name: str, raw: bytes, count: int) -> list[bytes]:
         end = start + int.from_bytes(raw[start - _LENGTH_BYTES : start], "little")
         if end > len(raw):
             raise InvalidRequestError(
-                f"the raw contents of input {name!r} end within element {len(strings)} of "
-                f"{count}; put the length of each element, a little-endian 4-byte number, before it"
+                f"the raw contents of input {name!r} end within element {len(strings) + 1} "
+                f"of {count}; precede each element by its length, a little-endian 4-byte number"
             )
         strings.append(raw[start:end])
     if end < len(raw):

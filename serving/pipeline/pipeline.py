@@ -79,9 +79,9 @@ class Pipeline:
 
     @property
     def stream_window(self) -> int:
-        """Maximum number of in-flight images per stream.
+        """Maximum number of in-flight images of one streaming gRPC call.
 
-        Enough images for all batches that the model's workers can have in flight, plus one batch.
+        They fill all batches that the model's workers can have in flight, and one more.
         """
         return (self.model.batcher().concurrency + 1) * self._config.max_batch
 

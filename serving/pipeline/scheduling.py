@@ -61,7 +61,7 @@ class BatchPolicy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ticket(Generic[T]):
-    """Entry of a `Schedule`: a queued item with its arrival time and service tag."""
+    """Entry of a `Schedule`: a queued item with its arrival time and its order among the items."""
 
     item: T
     bucket: ShapeBucket

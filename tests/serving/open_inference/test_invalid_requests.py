@@ -42,7 +42,7 @@ def test_error_names_the_index_of_a_damaged_image(
         ((1, 32, 32, 3), "UINT8", "has 7 bytes; shape [1, 32, 32, 3] of UINT8 needs 3072"),
         ((1, 1 << 40, 1 << 40, 3), "UINT8", "has 7 bytes"),
         ((1, 4, 4, 3), "UINT8", "has 7 bytes; shape [1, 4, 4, 3]"),
-        ((1,), "BYTES", "end within element 0 of 1"),
+        ((1,), "BYTES", "end within element 1 of 1"),
     ],
 )
 def test_invalid_shapes_and_datatypes_are_rejected(
@@ -61,7 +61,7 @@ def test_contents_of_the_wrong_size_are_rejected(
     image = picture()
     (cut,) = images_of(image)
     cut._raw_content = cut._raw_content[:-1]
-    assert "end within element 0" in error_of(triton, [cut])
+    assert "end within element 1" in error_of(triton, [cut])
     (long,) = images_of(image)
     long._raw_content += b"??"
     assert "2 bytes after the last" in error_of(triton, [long])

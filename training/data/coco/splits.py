@@ -148,8 +148,8 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
     if len(found) > 1:
         first, second, *_ = found.values()
         raise DataError(
-            f"the images of {file} could be those in {first} or in {second}, which have the same "
-            f"names; rename the right folder to {folder / split}"
+            f"{first} and {second} both contain files with the names of the images of {file}; "
+            f"rename the folder that belongs to {file} to {folder / split}"
         )
     return next(iter([*found.values(), *named]), None)
 
