@@ -132,7 +132,8 @@ class Detector:
         """Detect objects in one image.
 
         Args:
-            image: Content of an image file, path of such a file, or RGB pixels [H, W, 3] uint8.
+            image: Content of a JPEG, PNG or WebP file, path of such a file or of a BMP or TIFF
+                file, or RGB pixels [H, W, 3] uint8.
             options: Options that select the detections to return and the format of their masks.
             max_pixels: Maximum number of pixels of the image.
 

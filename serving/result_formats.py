@@ -1,6 +1,9 @@
 """Formats of detections: COCO results, JSON of the HTTP API, NumPy arrays, annotated images."""
 
 import colorsys
+import functools
+import importlib.util
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from io import BytesIO
@@ -16,7 +19,20 @@ from ..model.image_decoding import decode_image
 from ..model.masks import coco_from_rle, mask_columns, mask_from_rle, run_ends
 from .detections import Detections
 
+_log = logging.getLogger(__name__)
+
 _MASK_OPACITY = 0.45
+# Files of fonts for class names, in order of preference. Pillow's own font has ASCII only. Pillow
+# finds these files in the system's font folders.
+_FONTS = (
+    "DejaVuSans.ttf",
+    "NotoSans-Regular.ttf",
+    "NotoSansCJK-Regular.ttc",
+    "wqy-microhei.ttc",
+    "Arial Unicode.ttf",
+    "arial.ttf",
+    "msyh.ttc",
+)
 # Masks are drawn in strips of about this many pixels, because a copy of all pixels as floats would
 # take much memory. A strip consists of whole columns, because RLE masks are stored by column.
 _STRIP_PIXELS = 1 << 18
@@ -27,6 +43,7 @@ BYTES_PER_PIXEL = 18
 _GOLDEN_RATIO = 0.618034
 
 Colour = tuple[int, int, int]
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def image_ids(paths: Sequence[Path]) -> list[int | str]:
@@ -185,15 +202,52 @@ def _draw_boxes(canvas: Image.Image, detections: Detections) -> None:
     colours = _colours_of(detections)
     # Text size and line width scale with the image.
     side = (canvas.width * canvas.height) ** 0.5
-    font = ImageFont.load_default(max(11.0, side / 45))
     draw = ImageDraw.Draw(canvas)
     for index in reversed(range(len(detections))):
         left, top, right, bottom = detections.boxes[index].tolist()
-        text = f"{detections.class_names[index]} {detections.scores[index]:.2f}"
+        name = detections.class_names[index]
+        text = f"{name} {detections.scores[index]:.2f}"
+        font = _font_for(name, max(11.0, side / 45))
         draw.rectangle(
             (left, top, right, bottom), outline=colours[index], width=max(1, round(side / 400))
         )
         _draw_label(draw, canvas.size, text, (left, top), colours[index], font)
+
+
+@functools.lru_cache(maxsize=1024)
+def _font_for(text: str, size: float) -> Font:
+    """Return a font that has all characters of a text, in a size in pixels.
+
+    If no installed font has all of them, log a warning, and return Pillow's built-in font.
+    """
+    own = ImageFont.load_default(size)
+    if text.isascii():
+        return own
+    for name in (*_FONTS, *_fonts_of_matplotlib()):
+        try:
+            font = ImageFont.truetype(name, size)
+        except OSError:  # not installed
+            continue
+        if _has_characters(font, text):
+            return font
+    _log.warning(
+        "no installed font has all characters of the class name %r, so images show boxes in "
+        "their place; install a font such as DejaVu Sans or Noto Sans CJK",
+        text,
+    )
+    return own
+
+
+def _fonts_of_matplotlib() -> list[str]:
+    package = importlib.util.find_spec("matplotlib")
+    folder = None if package is None or package.origin is None else Path(package.origin).parent
+    return [] if folder is None else [str(folder / "mpl-data/fonts/ttf/DejaVuSans.ttf")]
+
+
+def _has_characters(font: ImageFont.FreeTypeFont, text: str) -> bool:
+    # A font draws all characters that it lacks alike.
+    missing = bytes(font.getmask("\uffff"))
+    return all(bytes(font.getmask(own)) != missing for own in {*text} if not own.isspace())
 
 
 def _colours_of(detections: Detections) -> list[Colour]:
@@ -206,7 +260,7 @@ def _draw_label(
     text: str,
     corner: tuple[float, float],
     colour: Colour,
-    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
+    font: Font,
 ) -> None:
     """Draw a filled box and write a text on it. The box's lower left is `corner` (x, y in pixels).
 

@@ -26,6 +26,10 @@ try:
     torch.hub.load(repository, "maskrcnn_resnet101_fpn", source="local", weights=weights)
 except Exception as error:
     print(error)
+try:
+    torch.hub.load(repository, "maskrcnn_resnet50_fpn", source="local", num_classes=0)
+except ValueError as error:
+    print(error)
 """
 
 
@@ -42,5 +46,11 @@ def test_torch_hub_loads_models_from_a_renamed_folder(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr
-    for fact in (str(weights), "resnet50 fpn", "resnet101 fpn", "maskrcnn_resnet50_fpn"):
+    for fact in (
+        str(weights),
+        "resnet50 fpn",
+        "resnet101 fpn",
+        "maskrcnn_resnet50_fpn",
+        "num_classes is 0; ",
+    ):
         assert fact in result.stdout

@@ -254,7 +254,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> TrainConfi
         ConfigError: A file is missing, or a key or value is invalid (see `validated_config`). Or
             the key `weights` is not set, although parts of the backbone are frozen.
     """
-    config = validated_config(str(source), overrides)
+    config = validated_config(source, overrides)
     backbone = config.model.backbone
     pretrained = backbone.frozen_stages > 0 or backbone.norm == "frozen_bn"
     if pretrained and "weights" not in config.model_fields_set:
@@ -268,7 +268,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> TrainConfi
 
 
 def validated_config(
-    source: str, overrides: Sequence[str] = (), sections: Values | None = None
+    source: str | Path, overrides: Sequence[str] = (), sections: Values | None = None
 ) -> TrainConfig:
     """Load and validate a configuration. Unlike `load_config`, do not require the key `weights`.
 
@@ -279,13 +279,19 @@ def validated_config(
             of `source` before the overrides are applied.
 
     Raises:
-        ConfigError: `source`, or a file that a key `base` names, is missing or is not a YAML
-            mapping. A key or value is invalid; the message names the key and the allowed values. An
-            override sets `solver.max_iterations` although `solver.epochs` is set.
+        ConfigError: `source` is neither a string nor a path. It, or a file that a key `base` names,
+            is missing or is not a YAML mapping. A key or value is invalid; the message names the
+            key and the allowed values. An override sets `solver.max_iterations` although
+            `solver.epochs` is set.
     """
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"the configuration is a {type(source).__name__}; give the name of a preset, or the "
+            "path of a YAML file"
+        )
     try:
         overrides = checked_overrides(overrides)
-        config = TrainConfig.model_validate(read_values(source, overrides, sections))
+        config = TrainConfig.model_validate(read_values(str(source), overrides, sections))
     except (SourceError, OverrideError) as error:
         raise ConfigError(str(error)) from None
     except ValidationError as error:

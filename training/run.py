@@ -99,7 +99,7 @@ def evaluate_checkpoint(
         RankLostError: Another rank ended, or did not answer for 30 minutes.
     """
     loaded = load_checkpoint(Path(checkpoint))
-    config = load_evaluation_config(str(source), overrides, loaded)
+    config = load_evaluation_config(source, overrides, loaded)
     with worker(config.device) as rank:
         return evaluate_loaded(loaded, config, rank, None if report is None else Path(report))
 

@@ -16,10 +16,10 @@ def checked_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
     """Return `key.path=value` overrides as a tuple, because an iterator could be read only once.
 
     Raises:
-        OverrideError: `overrides` is a string or bytes, is not iterable, or has an item that is not
-            a string.
+        OverrideError: `overrides` is a string, bytes or a mapping, is not iterable, or has an item
+            that is not a string.
     """
-    if isinstance(overrides, str | bytes) or not isinstance(overrides, Iterable):
+    if isinstance(overrides, str | bytes | Mapping) or not isinstance(overrides, Iterable):
         raise OverrideError(f"the overrides are {overrides!r}; give a list of strings")
     overrides = tuple(overrides)
     for override in overrides:

@@ -52,6 +52,7 @@ def bundle_from_reference(
     Raises:
         ZooError: No published model has this name, or this program does not support the model.
         DownloadError: The download failed, or the file has another checksum.
+        BundleError: The cache folder cannot be created.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
     """
     if is_zoo_name(reference):
@@ -75,7 +76,14 @@ def bundle_from_reference(
     if not _is_intact(bundle):
         weights_path(reference)  # download here, to show progress and errors
         before_export()
-        bundle.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            bundle.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BundleError(
+                f"cannot create the cache folder {bundle.parent} ({error.strerror}); set the "
+                "environment variable XDG_CACHE_HOME to another folder, or export the model to a "
+                "folder of your choice with `maskrcnn export`"
+            ) from None
         with exclusive_lock(bundle, wait=True):
             if not _is_intact(bundle):
                 _export(str(reference), bundle, precisions, engines, buckets)

@@ -7,8 +7,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from torch import Tensor
 
+from ..config.error_messages import validation_message
 from ..config.reference import text_from_value
 from ..config.schema import ModelConfig
 from ..mask_rcnn import MaskRCNN
@@ -135,6 +137,7 @@ def build_model(
         num_classes: number of foreground classes of a model with random weights.
 
     Raises:
+        ValueError: there are no such `features` or ResNets, or `num_classes` is invalid.
         CheckpointError: the weights cannot be read or converted, have NaN or infinite values, or
             are for another backbone.
         ZooError: no published model has this name, or this program does not support the model.
@@ -144,7 +147,11 @@ def build_model(
         values = {"num_classes": num_classes, "backbone": {"name": name, "features": features}}
         # C4 pools 14 x 14 cells, because res5, its box head, halves the resolution.
         roi = {"roi": {"box_pool": 14}} if features == "c4" else {}
-        return MaskRCNN(ModelConfig.model_validate(values | roi)).eval()
+        try:
+            config = ModelConfig.model_validate(values | roi)
+        except ValidationError as error:
+            raise ValueError(validation_message(error, ModelConfig)) from None
+        return MaskRCNN(config).eval()
     checkpoint = checkpoint_from_reference(source)
     backbone = checkpoint.model_config.backbone
     if (backbone.name, backbone.features) != (name, features):

@@ -214,7 +214,10 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
     server reloads each bundle. It switches to the reloaded bundle after the warm-up.
     """
     import asyncio
+    import signal
 
+    # A signal to reload that arrives before the models are loaded needs no action.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     silence_grpc()
     from ..monitoring.logs import configure_logs
     from ..server import serve as serve_bundle

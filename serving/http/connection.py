@@ -25,6 +25,8 @@ _LINGER_S: Final = 2.0
 # byte do not count. Also the maximum size of the chunk extensions or trailers between two parts of
 # a body, or after its last part.
 _MAX_HEAD: Final = 64 << 10
+# The parser's error at the first bytes of an HTTP/2 connection.
+_HTTP2_ERROR: Final = "Pause on PRI/Upgrade"
 # Maximum number of pipelined requests of a connection. They wait until earlier ones are answered.
 _MAX_PIPELINED: Final = 128
 
@@ -216,6 +218,8 @@ class HttpConnection(HttpToolsProtocol):
         if isinstance(problem := sys.exception(), httptools.HttpParserError):
             # If the parser called a method of this class that failed, `__context__` is that error.
             msg = f"The HTTP request is invalid: {problem.__context__ or problem}"
+            if str(problem) == _HTTP2_ERROR:
+                msg = "This port accepts HTTP/1.1, not HTTP/2; gRPC clients need the gRPC port"
         self._reject("400 Bad Request", msg)
 
     def _reject(self, status: str, message: str) -> None:

@@ -161,10 +161,14 @@ def _parsed_query(call: HttpCall, kind: type[_QueryT]) -> _QueryT:
     """Parse the query parameters of a request.
 
     Raises:
-        InvalidRequestError: a parameter is unknown, or its value does not fit the parameter's type.
+        InvalidRequestError: a parameter is unknown or occurs twice, or its value does not fit the
+            parameter's type.
     """
+    parameters = call.request.query_params
+    if len(parameters) < len(parameters.multi_items()):
+        raise InvalidRequestError("a parameter occurs twice in the query; give each one once")
     try:
-        return kind.model_validate(dict(call.request.query_params))
+        return kind.model_validate(dict(parameters))
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)[0]
         raise InvalidRequestError(

@@ -97,8 +97,11 @@ def parse_json(kind: type[BaseModel], text: bytes) -> Any:
         return kind.model_validate_json(text or b"{}")
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, details["loc"])) or "the body"
-        raise InvalidRequestError(f"{place}: {details['msg']}") from None
+        keys, problem = [*map(str, details["loc"])], details["msg"]
+        if "parameters" in keys[:-2]:  # pydantic has an error for each type of `Parameters`
+            del keys[keys.index("parameters") + 2 :]
+            problem = "Input should be a boolean, a 64-bit integer, a finite number or a string"
+        raise InvalidRequestError(f"{'.'.join(keys) or 'the body'}: {problem}") from None
 
 
 class BinaryOutputs(NamedTuple):

@@ -107,6 +107,21 @@ def test_overlapping_masks_are_blended_by_ascending_score() -> None:
     )
 
 
+def test_labels_have_all_characters_of_installed_fonts(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("matplotlib")  # its wheel contains DejaVu Sans
+    image = np.zeros((80, 120, 3), np.uint8)
+    names = ("\N{REPLACEMENT CHARACTER}", "é", "ж")
+    drawn = [draw_detections(image, replace(detections(80, 120), class_names=(n,))) for n in names]
+    assert not any(np.array_equal(drawn[a], drawn[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+    assert not caplog.records
+    for _ in range(2):
+        draw_detections(
+            image, replace(detections(80, 120), class_names=("\N{GOTHIC LETTER AHSA}",))
+        )
+    (record,) = caplog.records
+    assert "install a font" in record.getMessage()
+
+
 def test_drawing_masks_takes_less_memory_than_floats() -> None:
     mask = np.zeros((2000, 2000), np.bool_)
     mask[500:1500, 500:1500] = True

@@ -140,10 +140,16 @@ def test_errors_name_key_and_allowed_values(tiny: LoadTiny, override: str) -> No
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("overrides", [None, 5, b"seed=1", "seed=1", [5], [b"seed=1"]])
+@pytest.mark.parametrize("overrides", [None, 5, b"seed=1", "seed=1", [5], [b"seed=1"], {"seed": 1}])
 def test_overrides_must_be_strings(overrides: Any) -> None:
     with pytest.raises(ConfigError, match="string"):
         load_config("quick", overrides)
+
+
+@pytest.mark.parametrize("source", [None, ["quick"], 5])
+def test_source_must_be_a_name_or_path(source: Any) -> None:
+    with pytest.raises(ConfigError, match="give the name of a preset"):
+        load_config(source)
 
 
 def test_overrides_may_be_an_iterator() -> None:

@@ -3,6 +3,7 @@
 import logging
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from ...model.checkpoint import Checkpoint
 from ...model.config.overrides import values_by_key
@@ -27,7 +28,7 @@ _INFERENCE_KEYS = (
 
 
 def load_evaluation_config(
-    source: str, overrides: Sequence[str], checkpoint: Checkpoint
+    source: str | Path, overrides: Sequence[str], checkpoint: Checkpoint
 ) -> TrainConfig:
     """Load a configuration, with its section `model` replaced by that of a checkpoint.
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...model.atomic_files import atomic_write
 from ...model.plurals import counted
 from ..data.coco.dataset import CocoDataset
-from ..data.inspect.sample_grid import drawable
+from ..data.inspect.sample_grid import class_name_fonts, drawable
 from .coco_curves import IOU_TYPES
 from .coco_metrics import IOU_TITLES, metric_text
 from .matching import ClassCurve, class_curves, confusion_matrix, matched_images
@@ -130,6 +130,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
+@class_name_fonts()
 def _curves_figure(names: Sequence[str], curves: Sequence[ClassCurve]) -> bytes:
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     recall, scores = figure.subplots(1, 2)
@@ -147,6 +148,7 @@ def _curves_figure(names: Sequence[str], curves: Sequence[ClassCurve]) -> bytes:
     return _png(figure)
 
 
+@class_name_fonts()
 def _confusion_figure(names: Sequence[str], counts: NDArray[np.int64]) -> bytes:
     side = min(4 + 0.35 * len(counts), 24)
     figure = Figure(figsize=(side, side), layout="constrained")

@@ -248,7 +248,7 @@ def _images_to_see(
     if machine.device == "cpu":
         limit = max(8, int(_CPU_MULTIPLICATIONS / _forward_multiplications(start, pixels)))
         if seen > limit:
-            seen, reason = limit, f"no GPU: {limit / images.count:.2g} epochs; more would be better"
+            seen, reason = limit, f"no GPU: {limit / images.count:.3g} epochs; more would be better"
     return seen, reason
 
 

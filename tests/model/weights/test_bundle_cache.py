@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from maskrcnn_trt.export import commands
-from maskrcnn_trt.model.bundle.manifest import read_manifest
+from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
 from maskrcnn_trt.model.weights.bundle_cache import bundle_from_reference
 
 
@@ -43,6 +43,16 @@ def test_another_base_configuration_gives_another_bundle(
         base.write_text(content)
         bundles.add(bundle_from_reference(weights))
     assert len(bundles) == 3
+
+
+def test_cache_folder_that_cannot_be_created_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.pth"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.raises(BundleError, match=r"model\.pth/.*XDG_CACHE_HOME"):
+        bundle_from_reference(file)
 
 
 def test_damaged_bundles_are_exported_again(

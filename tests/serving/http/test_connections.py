@@ -52,6 +52,14 @@ def test_requests_that_http_forbids_are_rejected(server: HttpAddress, request_: 
     assert response.startswith(b"HTTP/1.1 400") or (len(request_) > 1000 and not response)
 
 
+def test_http2_connections_are_answered_with_the_supported_version(server: HttpAddress) -> None:
+    with connect(server) as client:
+        client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        response = response_of(client)
+    assert response.startswith(b"HTTP/1.1 400")
+    assert b"HTTP/1.1, not HTTP/2" in response
+
+
 def test_responses_come_before_the_end_of_a_malformed_connection(
     server: HttpAddress, picture: Encode
 ) -> None:

@@ -194,6 +194,7 @@ def test_samples_come_from_the_served_version(bundle: Path, tmp_path: Path) -> N
         ("priority=9", 400, "priority"),
         ("timeout_us=1", 504, "time limit"),
         ("treshold=0.5", 400, "score_threshold"),
+        ("score_threshold=0.9&score_threshold=0", 400, "twice"),
     ],
 )
 def test_invalid_queries_are_rejected(

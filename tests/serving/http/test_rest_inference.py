@@ -218,6 +218,10 @@ def tensor(**changes: Any) -> dict[str, Any]:
             "has 2 FP32 elements",
         ),
         ({"inputs": [tensor()], "parameters": {"colour": 1}}, "colour"),
+        (
+            {"inputs": [tensor()], "parameters": {"priority": None}},
+            "priority: Input should be a bo",
+        ),
         ({"inputs": [tensor()], "parameters": {"priority": 1 << 80}}, "priority"),
         ({"inputs": [tensor()], "outputs": [{"name": "other"}]}, "other"),
         (

@@ -110,6 +110,7 @@ def merge(
     if len(images) != len(annotations) or len(images) < 2:
         raise click.UsageError("give --images and --annotations for each of two or more data sets")
 
+    from ....model.plurals import counted
     from ..coco.categories import similar_names
     from ..coco.dataset import read_coco_file
     from ..convert.conversion import write_coco_file
@@ -117,8 +118,14 @@ def merge(
 
     _prepare(out, overwrite)
     contents = [read_coco_file(file) for file in annotations]
-    root, merged = merge_contents([*zip(images, contents, strict=True)])
-    _report(write_coco_file(out, merged))
+    merged = merge_contents([*zip(images, contents, strict=True)])
+    _report(write_coco_file(out, merged.source))
+    if missing := merged.missing:
+        click.echo(
+            f"{out} lists {counted(len(missing), 'image')} whose file does not exist, such as "
+            f"{merged.root / missing[0]}",
+            err=True,
+        )
     for file, content in zip(annotations, contents, strict=True):
         for name, ids in repeated_classes(content).items():
             click.echo(
@@ -126,9 +133,11 @@ def merge(
                 f"{', '.join(map(str, ids))})",
                 err=True,
             )
-    for similar in similar_names(category["name"] for category in merged.content["categories"]):
+    for similar in similar_names(
+        category["name"] for category in merged.source.content["categories"]
+    ):
         click.echo(f"class names differ only in case or blanks: {similar}", err=True)
-    arguments = f"data.train.annotations={out}", f"data.train.images={root}"
+    arguments = f"data.train.annotations={out}", f"data.train.images={merged.root}"
     click.echo(f"to train on {out}, run `maskrcnn train CONFIG {shlex.join(arguments)}`")
 
 

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....model.bundle.spec import MAX_PIXELS
 from ..coco.annotations import InvalidAnnotationError, instance_from_annotation, is_possible_area
@@ -67,7 +67,17 @@ def repeated_classes(content: Content) -> dict[str, list[int | str | None]]:
     return {name: own for name, own in ids.items() if len(own) > 1}
 
 
-def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, SourceContent]:
+class Merged(NamedTuple):
+    """Merged data sets."""
+
+    # Deepest folder that contains all image folders. File names in `source` are relative to it.
+    root: Path
+    source: SourceContent
+    # File names of images whose file does not exist.
+    missing: list[str]
+
+
+def merge_contents(sources: Sequence[tuple[Path, Content]]) -> Merged:
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
     All entries of the same image file become one image with all annotations of the file. Image
@@ -83,10 +93,6 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
     Args:
         sources: Image folder and content of each data set, at least one.
 
-    Returns:
-        Two values: the deepest folder that contains all image folders, and the merged data set. Its
-        file names are relative to that folder.
-
     Raises:
         DataError: A category has no id or name, or two categories of a data set have the same id.
     """
@@ -95,6 +101,7 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
     images: dict[str, dict[str, Any]] = {}
     annotations: list[dict[str, Any]] = []
     seen: set[Any] = set()
+    missing: list[str] = []
     faults: dict[str, list[str]] = defaultdict(list)
     for folder, content in sources:
         labels = _merge_categories(content["categories"], categories, folder)
@@ -112,6 +119,8 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
             if old in numbers:
                 faults["images: duplicate id"].append(name)
                 continue
+            if listed not in paths and name not in images:
+                missing.append(name)
             merged = images.setdefault(name, {**image, "id": len(images) + 1, "file_name": name})
             numbers[old] = merged["id"]
         for annotation in content["annotations"]:
@@ -134,7 +143,7 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> tuple[Path, Sourc
         "annotations": annotations,
         "categories": sorted(categories.values(), key=lambda category: category["id"]),
     }
-    return root, SourceContent(merged_content, faults)
+    return Merged(root, SourceContent(merged_content, faults), missing)
 
 
 def filter_content(

@@ -181,12 +181,17 @@ def _check_is_no_input(
 ) -> None:
     """Check that an existing output file is not one of a data set's images or annotation files.
 
+    A PNG file in an image folder counts as an image, unless an earlier call of this command wrote
+    it.
+
     Raises:
         click.UsageError: The output would replace a file of the data set.
     """
     from ..coco.dataset import DataError, read_json
     from ..convert.labelme import is_labelme
+    from .sample_grid import is_sample_grid
 
+    splits = [*splits]
     inputs = [split.annotations for split in splits]
     inputs += [record.path for dataset in datasets for record in dataset.records]
     try:
@@ -194,7 +199,13 @@ def _check_is_no_input(
         is_annotation = is_labelme(read_json(output))
     except DataError:  # not JSON
         is_annotation = False
-    if is_annotation or any(path.exists() and path.samefile(output) for path in inputs):
+    is_listed = any(path.exists() and path.samefile(output) for path in inputs)
+    is_image = (
+        output.suffix.lower() == ".png"
+        and any(output.resolve().is_relative_to(split.images.resolve()) for split in splits)
+        and not is_sample_grid(output)
+    )
+    if is_annotation or is_listed or is_image:
         raise click.UsageError(
             f"{output} is a file of the data set and would be replaced; choose another file"
         )

@@ -2,8 +2,10 @@
 
 import math
 import textwrap
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from numpy.typing import ArrayLike, NDArray
+from PIL import Image, UnidentifiedImageError
 
 from ....model.bundle.manifest import Category
 from ....model.image_limits import ImageError
@@ -37,6 +41,19 @@ _VIEW = 6.0
 _MIN_VIEW, _MAX_VIEW = 0.25, 1.1
 # Coordinates are clipped to this multiple of the image's longer side.
 _CLIP_FACTOR = 10
+# Fonts for characters that matplotlib's own font lacks.
+_FONTS = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Noto Sans CJK KR",
+    "Noto Sans Devanagari",
+    "WenQuanYi Micro Hei",
+    "Arial Unicode MS",
+    "PingFang SC",
+    "Microsoft YaHei",
+)
+# Metadata of the PNG files that `draw_samples` writes.
+_METADATA = {"Software": "maskrcnn-trt"}
 # Hue difference between consecutive labels, so that nearby labels have distinct colours.
 _GOLDEN_RATIO = 0.618034
 
@@ -100,6 +117,29 @@ def compared_samples(
     ]
 
 
+@contextmanager
+def class_name_fonts() -> Iterator[None]:
+    """Context manager in which matplotlib draws texts with suitable installed fonts.
+
+    A character that no font has becomes a box, without a warning.
+    """
+    installed = {*font_manager.get_font_names()}
+    families = [*mpl.rcParams["font.family"], *(name for name in _FONTS if name in installed)]
+    with mpl.rc_context({"font.family": families}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
+
+
+def is_sample_grid(path: Path) -> bool:
+    """Return whether `draw_samples` wrote a file."""
+    try:
+        with Image.open(path) as image:
+            return image.info.get("Software") == _METADATA["Software"]
+    except (OSError, UnidentifiedImageError):
+        return False
+
+
+@class_name_fonts()
 def draw_samples(samples: Sequence[GridSample], path: Path) -> None:
     """Write a PNG file with a grid of images on which masks, boxes and class names are drawn.
 
@@ -119,7 +159,7 @@ def draw_samples(samples: Sequence[GridSample], path: Path) -> None:
     for cell in cells:
         cell.axis("off")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=100)
+    figure.savefig(path, format="png", dpi=100, metadata=_METADATA)
 
 
 def _round_robin(groups: Sequence[Sequence[Suspicion]]) -> Iterator[Suspicion]:

@@ -81,10 +81,11 @@ def test_merged_files_list_images_at_the_paths_where_they_are_found(tmp_path: Pa
             (folder / "5.jpg").touch()
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
         options += ["--images", folder, "--annotations", tmp_path / f"{name}.json"]
-    call("merge", tmp_path / "merged.json", *options)
+    output = call("merge", tmp_path / "merged.json", *options)
     merged = json.loads((tmp_path / "merged.json").read_text())
     names = [image["file_name"] for image in merged["images"]]
     assert names == ["first/images/5.jpg", "second/images/5.jpg", "empty/images/upload/5.jpg"]
+    assert f"1 image whose file does not exist, such as {tmp_path / names[2]}" in output
 
 
 def test_overlapping_sets_are_merged_without_repeated_objects(tmp_path: Path) -> None:

@@ -207,14 +207,18 @@ def test_files_of_the_data_set_are_not_replaced(call: Any, tmp_path: Path) -> No
     link = tmp_path / "link.png"
     link.symlink_to(image)
     source = ("--images", config.images, "--annotations", config.annotations)
-    for option, path in (("--json", config.annotations), ("-o", image), ("-o", link)):
+    unlisted = config.images / "unlisted.png"
+    Image.new("RGB", (8, 8)).save(unlisted)
+    outputs = ("--json", config.annotations), ("-o", image), ("-o", link), ("-o", unlisted)
+    for option, path in outputs:
         before = path.read_bytes()
         code, _, error = call(*source, option, path)
         assert code == 2
         assert f"{path} is a file of the data set" in error
         assert path.read_bytes() == before
     for _ in range(2):  # an earlier report may be replaced
-        assert not call(*source, "--json", config.images / "report.json")[0]
+        report, grid = config.images / "report.json", config.images / "grid.png"
+        assert not call(*source, "--json", report, "-o", grid)[0]
 
 
 def test_only_annotations_of_labelme_are_not_replaced(call: Any, tmp_path: Path) -> None:
