@@ -30,6 +30,7 @@ _FONTS = (
     "NotoSansCJK-Regular.ttc",
     "wqy-microhei.ttc",
     "Arial Unicode.ttf",
+    "NotoSansDevanagari-Regular.ttf",
     "arial.ttf",
     "msyh.ttc",
 )
@@ -202,40 +203,46 @@ def _draw_boxes(canvas: Image.Image, detections: Detections) -> None:
     colours = _colours_of(detections)
     # Text size and line width scale with the image.
     side = (canvas.width * canvas.height) ** 0.5
+    size = max(11.0, side / 45)
     draw = ImageDraw.Draw(canvas)
     for index in reversed(range(len(detections))):
         left, top, right, bottom = detections.boxes[index].tolist()
         name = detections.class_names[index]
         text = f"{name} {detections.scores[index]:.2f}"
-        font = _font_for(name, max(11.0, side / 45))
+        font = _font(_font_file(name), size)
         draw.rectangle(
             (left, top, right, bottom), outline=colours[index], width=max(1, round(side / 400))
         )
         _draw_label(draw, canvas.size, text, (left, top), colours[index], font)
 
 
-@functools.lru_cache(maxsize=1024)
-def _font_for(text: str, size: float) -> Font:
-    """Return a font that has all characters of a text, in a size in pixels.
+@functools.lru_cache(maxsize=32)
+def _font(file: str | None, size: float) -> Font:
+    """Return the font in a file, or Pillow's own if it is None, in a size in pixels."""
+    return ImageFont.load_default(size) if file is None else ImageFont.truetype(file, size)
 
-    If no installed font has all of them, log a warning, and return Pillow's built-in font.
+
+@functools.lru_cache(maxsize=1 << 16)
+def _font_file(name: str) -> str | None:
+    """Return the file of a font that has all characters of a class name.
+
+    If no installed font has all of them, log a warning. None: use Pillow's own font.
     """
-    own = ImageFont.load_default(size)
-    if text.isascii():
-        return own
-    for name in (*_FONTS, *_fonts_of_matplotlib()):
+    if name.isascii():
+        return None
+    for file in (*_FONTS, *_fonts_of_matplotlib()):
         try:
-            font = ImageFont.truetype(name, size)
+            font = ImageFont.truetype(file)
         except OSError:  # not installed
             continue
-        if _has_characters(font, text):
-            return font
+        if _has_characters(font, f"{name}0.123456789"):  # also those of a score
+            return file
     _log.warning(
-        "no installed font has all characters of the class name %r, so images show boxes in "
-        "their place; install a font such as DejaVu Sans or Noto Sans CJK",
-        text,
+        "no installed font has all characters of the class name %r, so images show boxes in their "
+        "place; install a font of its script, such as one of the Noto fonts",
+        name,
     )
-    return own
+    return None
 
 
 def _fonts_of_matplotlib() -> list[str]:

@@ -1,7 +1,7 @@
 """Command `maskrcnn train`."""
 
 import difflib
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,18 +31,20 @@ class _TrainCommand(ConfiguredCommand):
     ) -> click.Context:
         """Return the click context of `train finetune` or of `train`.
 
-        `finetune` selects `train finetune` if only options precede it.
+        `finetune` selects `train finetune` if it is the first argument, options aside.
 
         Raises:
-            click.UsageError: The first argument that is not an option is a misspelling of
+            click.UsageError: The first argument is a misspelling of
                 `finetune`. A name with a file suffix, or an existing path, is accepted as CONFIG.
         """
-        options = pairwise(["", *takewhile("finetune".__ne__, args)])
-        # A word after an option may be the option's value.
-        if "finetune" in args and all("-" in (a[:1], b[:1]) for a, b in options):
+        options = [p for p in (*self.params, *finetune.params) if isinstance(p, click.Option)]
+        with_value = {name for option in options if not option.is_flag for name in option.opts}
+        words = pairwise(["", *args])
+        arguments = (w for before, w in words if w[:1] != "-" and before not in with_value)
+        first = next(arguments, "")
+        if first == "finetune":
             args.remove("finetune")
             return finetune.make_context(f"{info_name} finetune", args, parent, **extra)
-        first = next((word for word in args if not word.startswith("-")), "")
         is_path = Path(first).suffix or Path(first).exists()
         if difflib.get_close_matches(first, ["finetune"]) and not is_path:
             raise click.UsageError(f"{first!r} is unknown; did you mean `train finetune`?")

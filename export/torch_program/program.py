@@ -156,9 +156,11 @@ def _compile_in_new_processes(compilation: Compilation) -> None:
     # torch's compiler is not thread-safe, and `add_kernels` needs a process of its own. The process
     # for `add_kernels` imports torch while the other one compiles.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, context) as compiling, ProcessPoolExecutor(1, context) as running:
+    with ProcessPoolExecutor(1, context) as running:
         running.submit(importlib.import_module, add_kernels.__module__)
-        compiling.submit(_compile, compilation).result()
+        with ProcessPoolExecutor(1, context) as compiling:
+            compiling.submit(_compile, compilation).result()
+        # The compiling process has ended, so its GPU memory is free.
         running.submit(_add_kernels, compilation).result()
 
 
@@ -171,11 +173,12 @@ def _add_kernels(compilation: Compilation) -> None:
     _, precision, _, dtype = compilation
     try:
         add_kernels(compilation.compiled, precision, _gpu(), compilation.images, dtype)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:  # in most cases, too little GPU memory
         _log.warning(
-            "the GPU has too little free memory to run %s, so its first start on a machine takes "
-            "longer; to shorten it, end other processes on the GPU, and export again",
+            "%s cannot be run (%s), so its kernels are not stored, and its first start on a "
+            "machine takes longer; if other processes use the GPU, end them and export again",
             compilation.compiled.name,
+            str(error).partition("\n")[0],
         )
 
 

@@ -25,6 +25,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from ..atomic_files import atomic_write
 from ..inductor import configure_inductor
 from .kernel_files import cached_kernels, restore_kernels
 from .manifest import Artifact, CompileTarget, Precision, verified_path
@@ -132,7 +133,8 @@ def add_kernels(
             for name, content in cached_kernels(device).items()
             if name not in stored or name.endswith(".so")
         }
-    _write(path, {**torch.load(path, weights_only=True), "kernels": kernels})
+    file = torch.load(path, weights_only=True)
+    _write(path, {**file, "kernels": file.get("kernels", {}) | kernels})
 
 
 def load_compiled_program(path: Path, precision: Precision, device: torch.device) -> Program:
@@ -164,7 +166,8 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     # Let Python write the file, so that a full disk raises an OSError.
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    path.write_bytes(buffer.getbuffer())
+    with atomic_write(path) as file:
+        file.write(buffer.getbuffer())
 
 
 def _weights(program: ExportedProgram) -> list[Tensor]:

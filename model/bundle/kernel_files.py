@@ -5,7 +5,9 @@ compiled: the CUDA kernels of `plugins`, and Triton kernels within custom operat
 compilation would take most of a server's first start, so these kernels are stored, too.
 """
 
+import json
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,7 +35,7 @@ def cached_kernels(device: torch.device) -> dict[str, bytes]:
         if path.suffix in _SUFFIXES and path.is_file():
             content = path.read_bytes()
             if path.name.startswith(_LIST_PREFIX):
-                content = content.replace(str(triton).encode(), _FOLDER)
+                content = content.replace(_as_json(triton), _FOLDER)
             files[f"triton/{path.parent.name}/{path.name}"] = content
     return files
 
@@ -51,12 +53,30 @@ def restore_kernels(kernels: Mapping[str, bytes], device: torch.device) -> None:
     nvrtc, triton = _folders(device)
     # Inductor sets this variable when it loads its first Triton kernel, which may come later.
     os.environ.setdefault("TRITON_CACHE_DIR", str(triton))
-    # Write the lists last. If the process ends early, Triton then finds no incomplete kernel.
-    for name in sorted(kernels, key=lambda name: Path(name).name.startswith(_LIST_PREFIX)):
+    files_of: dict[Path, list[Path]] = defaultdict(list)
+    lists: dict[Path, bytes] = {}
+    for name, content in kernels.items():
         cache, file = name.split("/", 1)
         path = (nvrtc if cache == "nvrtc" else triton) / file
-        if not path.exists():
-            write_cached(path, kernels[name].replace(_FOLDER, str(triton).encode()))
+        if path.name.startswith(_LIST_PREFIX):
+            lists[path] = content.replace(_FOLDER, _as_json(triton))
+        else:
+            files_of[path.parent].append(path)
+            _write_missing(path, content)
+    # Triton fails if a listed file is missing. Therefore, write a list only after all its files.
+    for path, content in lists.items():
+        if all(map(os.path.exists, files_of[path.parent])):
+            _write_missing(path, content)
+
+
+def _write_missing(path: Path, content: bytes) -> None:
+    # `Path.exists` raises an error if the folder is not accessible.
+    if not os.path.exists(path):
+        write_cached(path, content)
+
+
+def _as_json(path: Path) -> bytes:
+    return json.dumps(str(path))[1:-1].encode()
 
 
 def _folders(device: torch.device) -> tuple[Path, Path]:

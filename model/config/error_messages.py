@@ -1,6 +1,7 @@
 """One-sentence error messages for invalid configurations."""
 
 import difflib
+from datetime import date
 from itertools import accumulate
 
 from pydantic import BaseModel, ValidationError
@@ -33,9 +34,9 @@ def details_message(details: ErrorDetails, model: type[BaseModel]) -> str:
         case "value_error":
             message = details["msg"].removeprefix("Value error, ")
             return f"{name}: {message}" if name else message
-        case "path_type" | "string_type" if isinstance(details["input"], int | float):
-            value = details["input"]
-            return f"{name} is {value!r}, not text; put it in quotes, as in '{name}=\"{value}\"'"
+        case "path_type" | "string_type" if isinstance(details["input"], int | float | date):
+            problem = f"is {details['input']}, which YAML does not read as text"
+            return f"{name} {problem}; put the text in quotes, as in 'KEY=\"TEXT\"'"
         case "missing":
             problem = "is missing"
         case _:

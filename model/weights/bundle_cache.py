@@ -14,6 +14,7 @@ import yaml
 
 from ... import __version__
 from ...plugins.runtime.user_cache import cache_folder
+from ..atomic_files import check_creatable
 from ..bundle.manifest import BundleError, Precision, read_manifest, sha256_of, verify_artifact
 from ..bundle.spec import ShapeBucket
 from ..child_process import module_command
@@ -52,7 +53,7 @@ def bundle_from_reference(
     Raises:
         ZooError: No published model has this name, or this program does not support the model.
         DownloadError: The download failed, or the file has another checksum.
-        BundleError: The cache folder cannot be created.
+        BundleError: The cache folder cannot be created or written.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
     """
     if is_zoo_name(reference):
@@ -74,16 +75,17 @@ def bundle_from_reference(
     settings = ["+".join(precisions), *map(str, buckets), *engines, __version__]
     bundle = cache_folder("bundles") / "-".join([label, *settings])
     if not _is_intact(bundle):
-        weights_path(reference)  # download here, to show progress and errors
-        before_export()
         try:
-            bundle.parent.mkdir(parents=True, exist_ok=True)
+            check_creatable(bundle)
         except OSError as error:
             raise BundleError(
-                f"cannot create the cache folder {bundle.parent} ({error.strerror}); set the "
+                f"cannot write to the cache folder {bundle.parent} ({error.strerror}); set the "
                 "environment variable XDG_CACHE_HOME to another folder, or export the model to a "
                 "folder of your choice with `maskrcnn export`"
             ) from None
+        weights_path(reference)  # download here, to show progress and errors
+        before_export()
+        bundle.parent.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(bundle, wait=True):
             if not _is_intact(bundle):
                 _export(str(reference), bundle, precisions, engines, buckets)

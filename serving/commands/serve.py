@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -213,15 +214,7 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
     models have the same settings, but each model has its own queues and workers. On SIGHUP the
     server reloads each bundle. It switches to the reloaded bundle after the warm-up.
     """
-    import asyncio
-    import signal
-
-    # A signal to reload that arrives before the models are loaded needs no action.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     silence_grpc()
-    from ..monitoring.logs import configure_logs
-    from ..server import serve as serve_bundle
-
     config = config_from_options(values)
     sources = model_sources(models, config)
     if doctor:
@@ -230,6 +223,14 @@ def serve(models: tuple[str, ...], doctor: bool, **values: Any) -> None:
 
         healthy = show(diagnose(sources, config, setting_sources()))
         click.get_current_context().exit(0 if healthy else 1)
+    # The imports take seconds, in which no model is loaded, so that a signal to reload needs no
+    # action.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    import asyncio
+
+    from ..monitoring.logs import configure_logs
+    from ..server import serve as serve_bundle
+
     configure_logs(config.log_format, config.log_level)
     asyncio.run(
         serve_bundle(

@@ -100,7 +100,8 @@ def parse_json(kind: type[BaseModel], text: bytes) -> Any:
         keys, problem = [*map(str, details["loc"])], details["msg"]
         if "parameters" in keys[:-2]:  # pydantic has an error for each type of `Parameters`
             del keys[keys.index("parameters") + 2 :]
-            problem = "Input should be a boolean, a 64-bit integer, a finite number or a string"
+            number = "a finite number, " if kind is InferRequest else ""
+            problem = f"Input should be a boolean, a 64-bit integer, {number}or a string"
         raise InvalidRequestError(f"{'.'.join(keys) or 'the body'}: {problem}") from None
 
 

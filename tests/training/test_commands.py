@@ -57,8 +57,9 @@ def test_a_schedule_that_ends_before_its_first_step_is_a_warning(tmp_path: Path)
 def test_options_may_precede_finetune() -> None:
     with pytest.raises(click.NoSuchOption, match="--seeds"):
         train.main(["--seeds", "2", "finetune", "data"], standalone_mode=False)
-    with pytest.raises(ConfigError, match="finetune"):
-        train.main(["quick", "finetune"], standalone_mode=False)
+    for options in ([], ["--resume"]):
+        with pytest.raises(ConfigError, match="finetune"):
+            train.main([*options, "quick", "finetune"], standalone_mode=False)
 
 
 def test_no_key_is_needed(tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ REFUSED = {
     "data.extra_train=[{images: a, annotations: b, wait: 2}]": "(did you mean "
     "data.extra_train?); allowed for data.extra_train: list of mappings",
     "data.train.images=null": "data.train.images is None; allowed: path",
-    "output_dir=2024": "not text; put it in quotes, as in 'output_dir=\"2024\"'",
-    "weights=1.5": "put it in quotes, as in 'weights=\"1.5\"'",
+    "output_dir=010": "output_dir is 8, which YAML does not read as text; put the text in quotes",
+    "output_dir=2024-01-01": "put the text in quotes, as in 'KEY=\"TEXT\"'",
     "data.train={images: x}": "data.train.annotations is missing; allowed: path",
     "seed=20000000000000000000": "allowed: whole number, >= 0, < 9223372036854775808",
     "seed": "override 'seed' is not of the form key.path=value",

@@ -55,11 +55,31 @@ def test_restored_kernels_are_not_compiled_again(kernels: dict[str, bytes]) -> N
     assert cached_kernels(GPU) == kernels
 
 
-def test_incomplete_kernel_is_compiled_again(kernels: dict[str, bytes], tmp_path: Path) -> None:
+def test_incomplete_kernel_is_compiled_again(kernels: dict[str, bytes]) -> None:
     # The process that restored the kernels was killed before it wrote the list of files.
     restore_kernels({n: c for n, c in kernels.items() if "__grp__" not in n}, GPU)
     assert not compile_kernels()
     assert compile_kernels()
+
+
+def test_kernel_with_a_file_that_cannot_be_written_is_compiled_again(
+    kernels: dict[str, bytes],
+) -> None:
+    (name,) = (n for n in kernels if n.startswith("triton/") and n.endswith(".cubin"))
+    kernels[name.rpartition("/")[0] + f"/{'x' * 300}.cubin"] = kernels.pop(name)
+    restore_kernels(kernels, GPU)
+    assert not compile_kernels()
+    assert compile_kernels()
+
+
+def test_paths_with_special_characters_are_restored(
+    kernels: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ('quoted " folder', "größe"):
+        use_caches(tmp_path / folder, monkeypatch)
+        restore_kernels(kernels, GPU)
+        assert compile_kernels()
+        assert cached_kernels(GPU) == kernels
 
 
 def test_own_kernels_are_kept(kernels: dict[str, bytes]) -> None:

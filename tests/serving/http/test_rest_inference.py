@@ -220,7 +220,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
         ({"inputs": [tensor()], "parameters": {"colour": 1}}, "colour"),
         (
             {"inputs": [tensor()], "parameters": {"priority": None}},
-            "priority: Input should be a bo",
+            "priority: Input should be a ",
         ),
         ({"inputs": [tensor()], "parameters": {"priority": 1 << 80}}, "priority"),
         ({"inputs": [tensor()], "outputs": [{"name": "other"}]}, "other"),

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from numpy.typing import ArrayLike, NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from ....model.bundle.manifest import Category
 from ....model.image_limits import ImageError
@@ -121,7 +121,7 @@ def compared_samples(
 def class_name_fonts() -> Iterator[None]:
     """Context manager in which matplotlib draws texts with suitable installed fonts.
 
-    A character that no font has becomes a box, without a warning.
+    A character that no font has becomes a box, without a warning. Not thread-safe.
     """
     installed = {*font_manager.get_font_names()}
     families = [*mpl.rcParams["font.family"], *(name for name in _FONTS if name in installed)]
@@ -133,9 +133,9 @@ def class_name_fonts() -> Iterator[None]:
 def is_sample_grid(path: Path) -> bool:
     """Return whether `draw_samples` wrote a file."""
     try:
-        with Image.open(path) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(path) as image:
             return image.info.get("Software") == _METADATA["Software"]
-    except (OSError, UnidentifiedImageError):
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # damaged, or huge
         return False
 
 
