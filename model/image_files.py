@@ -126,7 +126,7 @@ def _check_pixels(image: Any) -> None:
         kind = f"array of {image.dtype}" if is_array else type(image).__name__
         remedy = "; wrap a path in Path" if isinstance(image, str) else ""
         raise TypeError(
-            "an image must be the bytes or the path of a file, or a uint8 array [H, W, 3], not "
+            "an image must be the bytes of a file, a pathlib.Path or a uint8 array [H, W, 3], not "
             f"{kind}{remedy}"
         )
     if image.ndim != 3 or image.shape[2] != 3 or not image.size:

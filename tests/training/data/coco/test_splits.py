@@ -121,7 +121,7 @@ def test_two_folders_with_the_same_names_are_refused(tmp_path: Path) -> None:
     create(tmp_path, "photos/0.jpg", "detections/0.jpg", "annotations/")
     file = tmp_path / "annotations" / "all.json"
     file.write_text('{"images": [{"id": 1, "file_name": "0.jpg"}]}')
-    with pytest.raises(DataError, match=r"detections or in .*photos"):
+    with pytest.raises(DataError, match=r"detections and .*photos"):
         find_splits(tmp_path)
     shutil.rmtree(tmp_path / "detections")
     (tmp_path / "link").symlink_to(tmp_path / "photos")
