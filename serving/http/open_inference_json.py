@@ -8,8 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import to_json
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError, to_json
 
 from ...protos.inference import open_inference_pb2 as pb
 from ..errors import InvalidRequestError
@@ -19,7 +26,25 @@ from ..open_inference.responses import serialised_strings
 _Parameter = TypeVar("_Parameter", pb.InferParameter, pb.ModelRepositoryParameter)
 
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Parameters = dict[str, bool | _Int64 | float | str]
+
+
+def _described(types: str) -> WrapValidator:
+    """Return a validator of a union of types that has one error message for all of them."""
+
+    def validate(value: Any, validate_union: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate_union(value)
+        except ValidationError:  # has an error for each type
+            raise PydanticCustomError("parameter", f"Input should be {types}") from None
+
+    return WrapValidator(validate)
+
+
+_Value = Annotated[
+    bool | _Int64 | float | str,
+    _described("a boolean, a 64-bit integer, a finite number or a string"),
+]
+Parameters = dict[str, _Value]
 
 # Maximum number of values in the JSON part of a request. Parsing them takes about 50 ms.
 _MAX_VALUES: Final = 1 << 20
@@ -74,7 +99,9 @@ class InferRequest(_Json):
 class ModelControlRequest(_Json):
     """Body of a request to load or unload a model."""
 
-    parameters: dict[str, bool | _Int64 | str] = {}
+    parameters: dict[
+        str, Annotated[bool | _Int64 | str, _described("a boolean, a 64-bit integer or a string")]
+    ] = {}
 
 
 class IndexRequest(_Json):
@@ -97,12 +124,8 @@ def parse_json(kind: type[BaseModel], text: bytes) -> Any:
         return kind.model_validate_json(text or b"{}")
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)[0]
-        keys, problem = [*map(str, details["loc"])], details["msg"]
-        if "parameters" in keys[:-2]:  # pydantic has an error for each type of `Parameters`
-            del keys[keys.index("parameters") + 2 :]
-            number = "a finite number, " if kind is InferRequest else ""
-            problem = f"Input should be a boolean, a 64-bit integer, {number}or a string"
-        raise InvalidRequestError(f"{'.'.join(keys) or 'the body'}: {problem}") from None
+        place = ".".join(map(str, details["loc"])) or "the body"
+        raise InvalidRequestError(f"{place}: {details['msg']}") from None
 
 
 class BinaryOutputs(NamedTuple):
