@@ -15,9 +15,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torchvision.io  # noqa: F401, loads nvJPEG
+from cuda.bindings import driver
 from torch import Tensor
 
 from ..plugins.rgb_from_ycbcr import rgb_from_ycbcr
+from ..plugins.runtime.launching import checked
 
 # Constants of nvjpeg.h.
 _SUCCESS: Final = 0
@@ -91,15 +93,16 @@ class _PlaneSizes(NamedTuple):
 class _Slot:
     """nvJPEG state for the decoding of one batch at a time.
 
-    When the CUDA event `decoded` has occurred, the slot can be used for another batch.
+    When the CUDA event `converted` has occurred, the slot can be used for another batch.
     """
 
     def __init__(self, state: c_void_p) -> None:
         self.state = state
         self.batch_size = 0
-        # Files of the batch. The GPU reads them until `decoded` occurs, so keep them in memory.
+        # Files and decoded planes of the batch. The GPU uses their memory until `converted` occurs.
         self.files: Sequence[Tensor] = ()
-        self.decoded: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.planes: Tensor | None = None
+        self.converted: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class HardwareJpegDecoder:
@@ -117,9 +120,19 @@ class HardwareJpegDecoder:
         self._library = library
         self._handle = handle
         self._device = device
+        # nvJPEG's documentation allows threads to share a handle. However, with the hardware, about
+        # 1 of 1000 calls failed then (benchmarks/results/jpeg-decoder-h100-202611.md).
         self._lock = threading.Lock()
-        # Slots that no thread is using. Their batches may still be decoding.
         self._slots: list[_Slot] = []
+        # The hardware writes planes as soon as it is free, even before earlier work in the stream
+        # (https://github.com/pytorch/vision/pull/9606). Therefore planes must not share memory with
+        # such work. torch's allocator reuses memory only within a stream, so the planes are
+        # allocated in a stream that has no work at all. It is not a `torch.cuda.Stream`, because
+        # torch hands out the same 32 streams again and again.
+        with torch.cuda.device(device):
+            flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+            stream = checked(driver.cuStreamCreate(flags), f"{device} cannot create a stream")
+        self._allocating: Any = torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
         self._header = c_void_p()
         _check(library.create_header(handle, ctypes.byref(self._header)))
 
@@ -135,20 +148,17 @@ class HardwareJpegDecoder:
             images are views of one allocation. If nvJPEG reports an error, for example because one
             of the files is damaged, all entries are None.
         """
-        with torch.cuda.device(self._device):
-            with self._lock:
-                sizes = {
-                    index: own
-                    for index, file in enumerate(files)
-                    if (own := self._supported_sizes(file)) is not None
-                }
+        with self._lock, torch.cuda.device(self._device):
+            sizes = {
+                index: own
+                for index, file in enumerate(files)
+                if (own := self._supported_sizes(file)) is not None
+            }
             if not sizes:
                 return [None] * len(files)
-            samples = sum(own.samples for own in sizes.values())
-            planes = torch.empty(samples, dtype=torch.uint8, device=self._device)
-            if not self._queue([files[index] for index in sizes], list(sizes.values()), planes):
+            pixels = self._decoded([files[index] for index in sizes], list(sizes.values()))
+            if pixels is None:
                 return [None] * len(files)
-            pixels = rgb_from_ycbcr(planes, [side for own in sizes.values() for side in own])
             images = dict(zip(sizes, _images_in(pixels, sizes.values()), strict=True))
             return [images.get(index) for index in range(len(files))]
 
@@ -169,48 +179,57 @@ class HardwareJpegDecoder:
             return _PlaneSizes(*size, 0, 0)
         return _PlaneSizes(*size, -(-size[0] // factors[0]), -(-size[1] // factors[1]))
 
-    def _queue(self, files: Sequence[Tensor], sizes: Sequence[_PlaneSizes], planes: Tensor) -> bool:
-        """Queue the decoding of JPEGs into `planes`, a GPU tensor [N] without gaps between planes.
+    def _decoded(self, files: Sequence[Tensor], sizes: Sequence[_PlaneSizes]) -> Tensor | None:
+        """Queue the decoding of JPEGs, and the conversion of their planes to RGB.
+
+        `sizes` holds the plane sizes of each file. Return the pixels of all images [N] uint8,
+        without gaps, or None if nvJPEG reports an error.
+        """
+        slot = self._free_slot()
+        slot.files = files
+        try:
+            with torch.cuda.stream(self._allocating):
+                samples = sum(own.samples for own in sizes)
+                slot.planes = torch.empty(samples, dtype=torch.uint8, device=self._device)
+            if not self._queue(slot, sizes, slot.planes):
+                return None
+            return rgb_from_ycbcr(slot.planes, [side for own in sizes for side in own])
+        finally:
+            slot.converted.record(torch.cuda.current_stream(self._device))
+
+    def _queue(self, slot: _Slot, sizes: Sequence[_PlaneSizes], planes: Tensor) -> bool:
+        """Queue the decoding of `slot.files` into `planes`, a GPU tensor [N] without gaps.
 
         `sizes` holds the plane sizes of each file. Return False if nvJPEG reports an error.
         """
-        slot = self._take_slot()
-        try:
-            library, count = self._library, len(files)
-            if slot.batch_size != count:
-                if library.set_batch_size(self._handle, slot.state, count, 1, _OUTPUT_YUV):
-                    return False
-                slot.batch_size = count
-            stream = torch.cuda.current_stream(self._device)
-            slot.files = files
-            samples = (own.samples for own in sizes)
-            addresses = itertools.accumulate(samples, initial=planes.data_ptr())
-            status = library.decode(
-                self._handle,
-                slot.state,
-                (c_void_p * count)(*[file.data_ptr() for file in files]),
-                (c_size_t * count)(*[len(file) for file in files]),
-                (_Image * count)(*map(_PlaneSizes.image_at, sizes, addresses)),
-                stream.cuda_stream,
-            )
-            slot.decoded.record(stream)
-            return bool(status == _SUCCESS)
-        finally:
-            with self._lock:
-                self._slots.append(slot)
+        library, files, count = self._library, slot.files, len(slot.files)
+        if slot.batch_size != count:
+            if library.set_batch_size(self._handle, slot.state, count, 1, _OUTPUT_YUV):
+                return False
+            slot.batch_size = count
+        samples = (own.samples for own in sizes)
+        addresses = itertools.accumulate(samples, initial=planes.data_ptr())
+        status = library.decode(
+            self._handle,
+            slot.state,
+            (c_void_p * count)(*[file.data_ptr() for file in files]),
+            (c_size_t * count)(*[len(file) for file in files]),
+            (_Image * count)(*map(_PlaneSizes.image_at, sizes, addresses)),
+            torch.cuda.current_stream(self._device).cuda_stream,
+        )
+        return bool(status == _SUCCESS)
 
-    def _take_slot(self) -> _Slot:
-        """Return a slot (nvJPEG state) that is not decoding a batch. If all are busy, create one.
-
-        The slot is removed from the decoder's list of slots until the caller adds it again.
-        """
-        with self._lock:
-            for index, slot in enumerate(self._slots):
-                if slot.decoded.query():
-                    return self._slots.pop(index)
-        state = c_void_p()
-        _check(self._library.create_state(self._handle, ctypes.byref(state)))
-        return _Slot(state)
+    def _free_slot(self) -> _Slot:
+        """Return a slot (nvJPEG state) that is not decoding a batch. If all are busy, add one."""
+        free = [slot for slot in self._slots if slot.converted.query()]
+        for slot in free:
+            slot.files, slot.planes = (), None
+        if not free:
+            state = c_void_p()
+            _check(self._library.create_state(self._handle, ctypes.byref(state)))
+            free = [_Slot(state)]
+            self._slots += free
+        return free[0]
 
 
 def hardware_jpeg_decoder(device: torch.device) -> HardwareJpegDecoder | None:

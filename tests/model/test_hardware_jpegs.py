@@ -93,3 +93,21 @@ def test_threads_decode_at_the_same_time(decoder: HardwareJpegDecoder) -> None:
         for image, exact in zip(own, expected, strict=True):
             assert image is not None
             assert torch.equal(image, exact)
+
+
+@pytest.mark.parametrize("turn", ["first", "second"])  # the second one creates no nvJPEG states
+def test_images_are_decoded_behind_other_work(decoder: HardwareJpegDecoder, turn: str) -> None:
+    """nvJPEG writes without waiting for the stream, which may still use memory that is free."""
+    files = [tensor_from_bytes(jpeg(pixels(480, 640, seed))) for seed in range(4)]
+    wanted = [by_pillow(file) for file in files]
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        earlier = [torch.full((480, 960), n, dtype=torch.uint8, device=DEVICE) for n in range(8)]
+        torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]
+        copies = [own.clone() for own in earlier]
+        del earlier
+        # Each planes tensor is free for reuse when its image has been queued.
+        decoded = [decoder.decode([file])[0] for file in files]
+        for own, expected in zip(decoded, wanted, strict=True):
+            assert own is not None
+            assert torch.equal(own, expected)
+        assert [copy.unique().tolist() for copy in copies] == [[n] for n in range(8)]
