@@ -50,7 +50,7 @@ class TrainingLoop:
 
         Raises:
             ConfigError: The model lacks a category of the validation set, or the validation set has
-                no objects of a category in `evaluation.expected`. Or `evaluation.expected` or an
+                no objects for a metric in `evaluation.expected`. Or `evaluation.expected` or an
                 early-stopping key is set, but the run computes no metrics. With
                 `evaluation.skip_test`, early-stopping keys have no effect and are accepted.
             DataError: The validation set is unreadable, there is no image to train on, or
@@ -79,7 +79,7 @@ class TrainingLoop:
         self._validation = None
         if config.data.val is not None and not config.evaluation.skip_test:
             self._validation = Validation(config, dataset.categories, worker)
-            self._validation.check_expected_classes()
+            self._validation.check_expected_metrics()
         elif config.evaluation.expected:
             raise ConfigError(
                 "evaluation.expected needs an evaluation; set data.val and remove "

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 # joins some of these files.
 _DRAWINGS_FOLDER = "validation_images"
 PROGRESS_FILE = "progress.png"
+# Minimum and maximum area in square pixels, by the last letter of the metrics of an object size: APs
+# and ARs, APm and ARm, APl and ARl.
+_AREAS = {"s": (0, 32**2), "m": (32**2, 96**2), "l": (96**2, 10**10)}
 # Fractions of a run after which these PNG files are written even if no evaluation is due.
 _DRAWN_AFTER = (0.1, 0.3, 1.0)
 
@@ -62,15 +65,14 @@ class Validation:
         self._config = config
         self._worker = worker
 
-    def check_expected_classes(self) -> None:
-        """Check that the validation set has objects of all classes in `evaluation.expected`.
+    def check_expected_metrics(self) -> None:
+        """Check that the validation set has objects for each metric in `evaluation.expected`.
 
         Raises:
-            ConfigError: A class is missing, or has no objects.
+            ConfigError: A class is missing, or there are no objects of a class or size.
         """
         classes = [category.name for category in self._dataset.categories]
-        labels = {own.label for record in self._dataset.records for own in record.objects}
-        measurable = {classes[label - 1] for label in labels}
+        objects = [own for record in self._dataset.records for own in record.objects]
         for metric in self._config.evaluation.expected:
             _, _, name = metric.partition("/AP/")
             if name and name not in classes:
@@ -78,11 +80,18 @@ class Validation:
                     f"evaluation.expected has the metric {metric}, but {self._dataset.name} has no "
                     f"category {name!r}; its categories are {', '.join(map(repr, classes))}"
                 )
-            if not measurable or (name and name not in measurable):
-                of = f" of the category {name!r}" if name else ""
+            if name:
+                objects_of = f"objects of the category {name!r}"
+                is_measurable = any(classes[own.label - 1] == name for own in objects)
+            elif limits := _AREAS.get(metric[-1]):
+                objects_of = "objects of {} to {} square pixels".format(*limits)
+                is_measurable = any(limits[0] <= own.area <= limits[1] for own in objects)
+            else:
+                objects_of, is_measurable = "objects", bool(objects)
+            if not is_measurable:
                 raise ConfigError(
                     f"evaluation.expected has the metric {metric}, but {self._dataset.name} has no "
-                    f"objects{of}; annotate some, or remove the metric"
+                    f"{objects_of}; annotate some, or remove the metric"
                 )
 
     def measure(
