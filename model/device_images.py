@@ -25,7 +25,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from ..plugins.resize_pad import resize_pad
 from .bundle.spec import ResizeRule
-from .hardware_jpegs import hardware_jpeg_decoder
+from .hardware_jpegs import NVJPEG_LOCK, allocation_stream, hardware_jpeg_decoder
 from .image_limits import ImageError
 
 # Once per process, torch warns that writes to a tensor in read-only memory are undefined. Trigger
@@ -66,25 +66,41 @@ def decode_jpegs(files: Sequence[Tensor], device: torch.device) -> list[Tensor |
 def _decode_with_torchvision(
     files: Sequence[Tensor], device: torch.device
 ) -> list[Tensor | ImageError]:
-    """Decode grey or YCbCr JPEGs with torchvision. On a GPU, wait for the current stream first.
+    """Decode grey or YCbCr JPEGs with torchvision.
 
     Returns:
         Per file, pixels [3, h, w] uint8 RGB, or the error of a damaged file.
     """
     if not files:
         return []
-    if device.type == "cuda":
-        # The decoder writes in its own stream. The allocator may give it memory that kernels queued
-        # in the current stream still use, so wait for these kernels.
-        torch.cuda.current_stream(device).synchronize()
+    decode = _decode_on_gpu if device.type == "cuda" else decode_jpeg
     try:
-        return list(decode_jpeg(list(files), ImageReadMode.RGB, device))
+        return list(decode(list(files), ImageReadMode.RGB, device))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         if len(files) > 1:  # decode one by one to find the damaged file
             return [own for file in files for own in _decode_with_torchvision([file], device)]
         return [ImageError(f"the image is damaged: {str(error).splitlines()[0]}")]
+
+
+def _decode_on_gpu(
+    files: list[Tensor], mode: ImageReadMode, device: torch.device
+) -> Sequence[Tensor]:
+    """Decode JPEGs as `torchvision.io.decode_jpeg`, but not into memory that queued work uses."""
+    current = torch.cuda.current_stream(device)
+    allocating = allocation_stream(current.device)
+    try:
+        with NVJPEG_LOCK, torch.cuda.stream(allocating):
+            images = decode_jpeg(files, mode, device)
+    except RuntimeError:
+        # The GPU may still decode the files before the damaged one, into memory that is free now.
+        torch.cuda.synchronize(device)
+        raise
+    current.wait_stream(allocating)
+    for image in images:
+        image.record_stream(current)
+    return images  # type: ignore[no-any-return]
 
 
 def apply_orientation(image: Tensor, orientation: int) -> Tensor:

@@ -7,6 +7,7 @@ RGB output of nvJPEG itself is not used: it repeats chroma samples where Pillow 
 import ctypes
 import functools
 import itertools
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import c_int, c_size_t, c_uint, c_void_p
@@ -19,7 +20,14 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from ..plugins.rgb_from_ycbcr import rgb_from_ycbcr
-from ..plugins.runtime.launching import checked
+from ..plugins.runtime.launching import bind_context, checked
+
+_log = logging.getLogger(__name__)
+
+# Lock for calls of nvJPEG, also for those by torchvision. nvJPEG's documentation allows threads to
+# share a handle. However, with the decoder hardware, about 1 of 1000 calls failed then
+# (benchmarks/results/jpeg-decoder-h100-202611.md).
+NVJPEG_LOCK = threading.RLock()
 
 # Constants of nvjpeg.h.
 _SUCCESS: Final = 0
@@ -29,6 +37,10 @@ _MAX_COMPONENTS: Final = 4
 # Divisors of the numbers of rows and of columns in chroma planes, by the value of the enum
 # `nvjpegChromaSubsampling_t`. None: the image is grey. The hardware does not support other values.
 _CHROMA_FACTORS: Final = {0: (1, 1), 1: (1, 2), 2: (2, 2), 3: (2, 1), 6: None}
+
+# Maximum number of nvJPEG states. Each one takes GPU memory. More than the number of batches that a
+# server has in flight.
+_MAX_SLOTS: Final = 8
 
 
 class _Image(ctypes.Structure):
@@ -106,7 +118,10 @@ class _Slot:
 
 
 class HardwareJpegDecoder:
-    """Decoder of baseline JPEGs on one GPU. Its methods never wait for the GPU."""
+    """Decoder of baseline JPEGs on one GPU.
+
+    Its methods do not wait for the GPU, unless 8 batches are in flight or nvJPEG reports an error.
+    """
 
     # torchvision's decoder uses the same hardware, but waits for the previous batch and occupies a
     # CPU core meanwhile (benchmarks/results/jpeg-decoder-h100-202611.md).
@@ -120,19 +135,7 @@ class HardwareJpegDecoder:
         self._library = library
         self._handle = handle
         self._device = device
-        # nvJPEG's documentation allows threads to share a handle. However, with the hardware, about
-        # 1 of 1000 calls failed then (benchmarks/results/jpeg-decoder-h100-202611.md).
-        self._lock = threading.Lock()
         self._slots: list[_Slot] = []
-        # The hardware writes planes as soon as it is free, even before earlier work in the stream
-        # (https://github.com/pytorch/vision/pull/9606). Therefore planes must not share memory with
-        # such work. torch's allocator reuses memory only within a stream, so the planes are
-        # allocated in a stream that has no work at all. It is not a `torch.cuda.Stream`, because
-        # torch hands out the same 32 streams again and again.
-        with torch.cuda.device(device):
-            flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-            stream = checked(driver.cuStreamCreate(flags), f"{device} cannot create a stream")
-        self._allocating: Any = torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
         self._header = c_void_p()
         _check(library.create_header(handle, ctypes.byref(self._header)))
 
@@ -148,7 +151,8 @@ class HardwareJpegDecoder:
             images are views of one allocation. If nvJPEG reports an error, for example because one
             of the files is damaged, all entries are None.
         """
-        with self._lock, torch.cuda.device(self._device):
+        with NVJPEG_LOCK, torch.cuda.device(self._device):
+            bind_context(self._device.index)  # for driver calls of nvJPEG
             sizes = {
                 index: own
                 for index, file in enumerate(files)
@@ -188,10 +192,13 @@ class HardwareJpegDecoder:
         slot = self._free_slot()
         slot.files = files
         try:
-            with torch.cuda.stream(self._allocating):
+            with torch.cuda.stream(allocation_stream(self._device)):
                 samples = sum(own.samples for own in sizes)
                 slot.planes = torch.empty(samples, dtype=torch.uint8, device=self._device)
             if not self._queue(slot, sizes, slot.planes):
+                # The stream does not wait for those images that nvJPEG has queued before the error.
+                torch.cuda.synchronize(self._device)
+                slot.batch_size = 0  # initialise the state again
                 return None
             return rgb_from_ycbcr(slot.planes, [side for own in sizes for side in own])
         finally:
@@ -217,11 +224,19 @@ class HardwareJpegDecoder:
             (_Image * count)(*map(_PlaneSizes.image_at, sizes, addresses)),
             torch.cuda.current_stream(self._device).cuda_stream,
         )
+        if status != _SUCCESS:
+            _log.debug("nvJPEG failed with status %d on a batch of %d files", status, count)
         return bool(status == _SUCCESS)
 
     def _free_slot(self) -> _Slot:
-        """Return a slot (nvJPEG state) that is not decoding a batch. If all are busy, add one."""
+        """Return a slot (nvJPEG state) that is not decoding a batch.
+
+        If all are busy, add one. If there are already `_MAX_SLOTS`, wait for one.
+        """
         free = [slot for slot in self._slots if slot.converted.query()]
+        if not free and len(self._slots) == _MAX_SLOTS:
+            free = self._slots[:1]
+            free[0].converted.synchronize()
         for slot in free:
             slot.files, slot.planes = (), None
         if not free:
@@ -232,13 +247,31 @@ class HardwareJpegDecoder:
         return free[0]
 
 
+@functools.cache
+def allocation_stream(device: torch.device) -> Any:
+    """Return the CUDA stream in which to allocate memory that nvJPEG writes.
+
+    Free this memory only when the GPU no longer uses it. `device` is a GPU, with its index.
+    """
+    # nvJPEG's hardware writes as soon as it is free, even before earlier work in the stream
+    # (https://github.com/pytorch/vision/pull/9606), so its memory must not be in use by such work.
+    # torch's allocator reuses memory only within a stream. No kernel is queued in this one. It is
+    # not a `torch.cuda.Stream`, because torch hands out the same 32 streams again and again.
+    with torch.cuda.device(device):
+        bind_context(device.index)
+        flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = checked(driver.cuStreamCreate(flags), f"{device} cannot create a stream")
+    return torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
+
+
 def hardware_jpeg_decoder(device: torch.device) -> HardwareJpegDecoder | None:
     """Return the JPEG decoder of a GPU, which all callers in this process share.
 
     Return None if the GPU has no decoder hardware, or if this process has not loaded nvJPEG.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _decoder_of(torch.device("cuda", index))
+    with NVJPEG_LOCK:
+        return _decoder_of(torch.device("cuda", index))
 
 
 @functools.cache

@@ -122,6 +122,7 @@ def _milliseconds(run: Callable[[], object]) -> float:
             finally:
                 graph.capture_end()
         except (UnsupportedError, RuntimeError):  # RuntimeError: for example, out of memory
+            stream.synchronize()  # the caller may free the memory that `run` uses
             return float("inf")
         graph.replay()
         begin.record()

@@ -42,7 +42,7 @@ def launch_kernel(
         *[ctypes.c_void_p] * len(outputs),
     )
     with torch.cuda.device(device):
-        _bind_context(device.index)
+        bind_context(device.index)
         function = _function(kernel, device)
         stream = torch.cuda.current_stream(device).cuda_stream
         (status,) = driver.cuLaunchKernel(
@@ -78,17 +78,6 @@ def common_device(kernel: str, tensors: Iterable[Tensor]) -> torch.device:
     return devices.pop()
 
 
-def _bind_context(index: int) -> None:
-    """Bind a GPU's primary context to the current thread, unless the thread has a context."""
-    # In a new thread, CUDA's runtime binds the context at its first call. The driver API, which
-    # launches these kernels, does not.
-    problem = f"GPU {index} cannot be used"
-    if int(checked(driver.cuCtxGetCurrent(), problem)) == 0:
-        device = checked(driver.cuDeviceGet(index), problem)
-        context = checked(driver.cuDevicePrimaryCtxRetain(device), problem)
-        checked(driver.cuCtxSetCurrent(context), problem)
-
-
 @functools.cache
 def _function(kernel: Kernel, device: torch.device) -> Any:
     """Compile a kernel for a GPU, load it onto the GPU, and return its driver handle."""
@@ -113,6 +102,21 @@ def _function(kernel: Kernel, device: torch.device) -> Any:
     # Load the code now, because the first launch may be captured.
     checked(driver.cuKernelGetFunction(handle), problem)
     return driver.CUfunction(int(handle))
+
+
+def bind_context(index: int) -> None:
+    """Bind a GPU's primary context to the current thread, unless the thread has a context.
+
+    Raises:
+        KernelError: there is no GPU with this index, or it cannot be used.
+    """
+    # In a new thread, CUDA's runtime binds the context at its first call. The driver API, which
+    # launches these kernels, does not.
+    problem = f"GPU {index} cannot be used"
+    if int(checked(driver.cuCtxGetCurrent(), problem)) == 0:
+        device = checked(driver.cuDeviceGet(index), problem)
+        context = checked(driver.cuDevicePrimaryCtxRetain(device), problem)
+        checked(driver.cuCtxSetCurrent(context), problem)
 
 
 def checked(result: tuple[Any, ...], problem: str) -> Any:

@@ -130,6 +130,7 @@ class StepChain:
     # One thread per batch, not one per step: fewer threads then compete for the GIL.
 
     def __init__(self, steps: BatchSteps) -> None:
+        self._synchronize = steps.synchronize
         self._sections: list[tuple[list[Callable[[Any], Any]], BoundedSemaphore]] = []
         for step in steps.steps:
             if not step.continues_section:
@@ -147,7 +148,11 @@ class StepChain:
         for runs, free in self._sections:
             with free:
                 for run in runs:
-                    batch = run(batch)
+                    try:
+                        batch = run(batch)
+                    except BaseException:
+                        self._synchronize()  # queued work uses the batch's memory
+                        raise
         results: list[Any] = batch
         return results
 

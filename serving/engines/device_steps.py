@@ -122,8 +122,11 @@ class DeviceSteps:
         )
 
     def synchronize(self) -> None:
-        """Wait for all work on the device."""
-        self._module.synchronize()
+        """Wait for the GPU work that the processing steps have queued."""
+        # Not for the whole device, because that may end another thread's capture of a CUDA graph.
+        for stream in (self._preparing, self._computing, self._pasting, self._repeating):
+            with self._module.stream(stream):
+                StreamEvent(self._device).wait(self._longest_pause_s)
 
     def _read(self, requests: Sequence[ImageRequest]) -> ReadBatch:
         files = [file_for_device(request.image) for request in requests]

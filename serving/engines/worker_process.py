@@ -209,6 +209,7 @@ class WorkerProcess(Generic[Item, Result]):
                 raise EOFError
             reply = channel.receive(copy=True)
         except (EOFError, OSError):
+            channel.close()  # its next reply may be to this call
             raise BackendDownError(
                 "the worker process that computed the batch ended; try again later"
             ) from None

@@ -74,6 +74,9 @@ def test_damaged_files_are_reported(decoder: HardwareJpegDecoder, length: int) -
     for own in (first, third):
         assert isinstance(own, Tensor)
         assert torch.equal(own, by_pillow(usual))
+    for own in decoder.decode([usual] * 3):
+        assert own is not None
+        assert torch.equal(own, by_pillow(usual))
 
 
 def test_threads_decode_at_the_same_time(decoder: HardwareJpegDecoder) -> None:

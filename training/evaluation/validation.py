@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 # joins some of these files.
 _DRAWINGS_FOLDER = "validation_images"
 PROGRESS_FILE = "progress.png"
-# Minimum and maximum area in square pixels, by the last letter of the metrics of an object size: APs
-# and ARs, APm and ARm, APl and ARl.
+# Minimum and maximum area in square pixels of small, medium and large objects, by the last letter
+# of their metrics: APs and ARs, APm and ARm, APl and ARl.
 _AREAS = {"s": (0, 32**2), "m": (32**2, 96**2), "l": (96**2, 10**10)}
 # Fractions of a run after which these PNG files are written even if no evaluation is due.
 _DRAWN_AFTER = (0.1, 0.3, 1.0)

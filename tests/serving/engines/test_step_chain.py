@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import pytest
+
 from maskrcnn_trt.serving.engines.base import Step, StepChain
 
 BATCHES = 12
@@ -24,6 +26,8 @@ class RecordedSteps:
 
     def _recorder(self, name: str):  # type: ignore[no-untyped-def]
         def run(batch: int) -> int:
+            if batch == BATCHES:
+                raise MemoryError(name)
             self.events.append((name, batch, "enter"))
             time.sleep(0.002)
             self.events.append((name, batch, "leave"))
@@ -32,7 +36,7 @@ class RecordedSteps:
         return run
 
     def synchronize(self) -> None:
-        pass
+        self.events.append(("all", BATCHES, "synchronize"))
 
 
 class Interval(NamedTuple):
@@ -70,3 +74,12 @@ def test_single_steps_admit_their_number_of_batches() -> None:
     # Without a section, the next batch enters a step as soon as the previous one has left it.
     assert largest_overlap(intervals(steps, ["decode", "model"])) > 3
     assert threading.active_count() < BATCHES
+
+
+def test_a_failed_step_waits_for_queued_work() -> None:
+    """Other steps may use the memory of the batch, which is freed with the error."""
+    steps = RecordedSteps(("read", 1, False), ("queue", 1, False))
+    with pytest.raises(MemoryError, match="read"):
+        StepChain(steps)(BATCHES)  # type: ignore[arg-type]
+    assert steps.events == [("all", BATCHES, "synchronize")]
+    run_all(steps)
