@@ -14,7 +14,7 @@ from .data.coco.dataset import CocoDataset, DataError
 from .data.loading.device_batches import prefetch_batches
 from .data.loading.loader import train_loader
 from .early_stopping import BEST_BY, EarlyStopping
-from .evaluation.validation import Validation, log_metrics
+from .evaluation.validation import Validation, check_expected_metrics, log_metrics
 from .interruption import Interruption, TrainingInterrupted
 from .reporting import DivergenceError, TrainingReport, check_loss_scale
 from .run_folder import RunFolder
@@ -79,7 +79,7 @@ class TrainingLoop:
         self._validation = None
         if config.data.val is not None and not config.evaluation.skip_test:
             self._validation = Validation(config, dataset.categories, worker)
-            self._validation.check_expected_metrics()
+            check_expected_metrics(config.evaluation, self._validation.dataset)
         elif config.evaluation.expected:
             raise ConfigError(
                 "evaluation.expected needs an evaluation; set data.val and remove "

@@ -42,7 +42,7 @@ class ExpectationError(Exception):
 
 
 class Validation:
-    """Evaluation of models on the validation set `data.val`."""
+    """Evaluation of models on the validation set `data.val`, the attribute `dataset`."""
 
     def __init__(self, config: TrainConfig, categories: Sequence[Category], worker: Worker) -> None:
         """Read the annotations of the validation set.
@@ -58,41 +58,12 @@ class Validation:
         """
         if config.data.val is None:
             raise ConfigError("no validation set; set data.val.images and data.val.annotations")
-        self._dataset = CocoDataset(config.data.val, config.data.on_broken)
-        self._categories = with_ids_of(self._dataset, categories)
-        if worker.is_main and not any(record.objects for record in self._dataset.records):
-            logger.warning("%s has no objects, so AP cannot be measured", self._dataset.name)
+        self.dataset = CocoDataset(config.data.val, config.data.on_broken)
+        self._categories = with_ids_of(self.dataset, categories)
+        if worker.is_main and not any(record.objects for record in self.dataset.records):
+            logger.warning("%s has no objects, so AP cannot be measured", self.dataset.name)
         self._config = config
         self._worker = worker
-
-    def check_expected_metrics(self) -> None:
-        """Check that the validation set has objects for each metric in `evaluation.expected`.
-
-        Raises:
-            ConfigError: A class is missing, or there are no objects of a class or size.
-        """
-        classes = [category.name for category in self._dataset.categories]
-        objects = [own for record in self._dataset.records for own in record.objects]
-        for metric in self._config.evaluation.expected:
-            _, _, name = metric.partition("/AP/")
-            if name and name not in classes:
-                raise ConfigError(
-                    f"evaluation.expected has the metric {metric}, but {self._dataset.name} has no "
-                    f"category {name!r}; its categories are {', '.join(map(repr, classes))}"
-                )
-            if name:
-                objects_of = f"objects of the category {name!r}"
-                is_measurable = any(classes[own.label - 1] == name for own in objects)
-            elif limits := _AREAS.get(metric[-1]):
-                objects_of = "objects of {} to {} square pixels".format(*limits)
-                is_measurable = any(limits[0] <= own.area <= limits[1] for own in objects)
-            else:
-                objects_of, is_measurable = "objects", bool(objects)
-            if not is_measurable:
-                raise ConfigError(
-                    f"evaluation.expected has the metric {metric}, but {self._dataset.name} has no "
-                    f"{objects_of}; annotate some, or remove the metric"
-                )
 
     def measure(
         self,
@@ -122,7 +93,7 @@ class Validation:
         """
         config, worker = self._config, self._worker
         settings = config.evaluation
-        evaluator = CocoEvaluator(self._dataset, self._categories, worker, settings.evaluator)
+        evaluator = CocoEvaluator(self.dataset, self._categories, worker, settings.evaluator)
         loader = self._loader()
         batches = with_progress(loader, len(loader), progress, "evaluating")
         autocast = AUTOCAST_DTYPES.get(config.precision)
@@ -165,7 +136,7 @@ class Validation:
             return
         from .drawn_images import chosen_images, draw_detections, join_drawings  # slow import
 
-        chosen = chosen_images(self._dataset, config.evaluation.draw_images)
+        chosen = chosen_images(self.dataset, config.evaluation.draw_images)
         evaluator = CocoEvaluator(chosen, self._categories, worker)
         # Few images need no data-loading processes, which take seconds to start.
         data = config.data.model_copy(update={"workers": 0})
@@ -202,7 +173,7 @@ class Validation:
             ) from error
 
     def _loader(self, *, ground_truth: bool = False) -> BatchLoader:
-        worker, dataset = self._worker, self._dataset
+        worker, dataset = self._worker, self.dataset
         if ground_truth:
             # The losses need the model's labels, which can differ from those of the data set.
             labels = {category: label for label, category in enumerate(self._categories, start=1)}
@@ -241,6 +212,36 @@ def reached_targets(settings: EvaluationConfig, metrics: dict[str, float]) -> st
     return " and ".join(
         f"{name} {metrics[name]:.4f} is at least {target}" for name, target in targets.items()
     )
+
+
+def check_expected_metrics(settings: EvaluationConfig, dataset: CocoDataset) -> None:
+    """Check that a validation set has objects for each metric in `evaluation.expected`.
+
+    Raises:
+        ConfigError: A class is missing, or there are no objects of a class or size.
+    """
+    classes = [category.name for category in dataset.categories]
+    objects = [own for record in dataset.records for own in record.objects]
+    for metric in settings.expected:
+        _, _, name = metric.partition("/AP/")
+        if name and name not in classes:
+            raise ConfigError(
+                f"evaluation.expected has the metric {metric}, but {dataset.name} has no "
+                f"category {name!r}; its categories are {', '.join(map(repr, classes))}"
+            )
+        if name:
+            objects_of = f"objects of the category {name!r}"
+            is_measurable = any(classes[own.label - 1] == name for own in objects)
+        elif limits := _AREAS.get(metric[-1]):
+            objects_of = "objects of {} to {} square pixels".format(*limits)
+            is_measurable = any(limits[0] <= own.area <= limits[1] for own in objects)
+        else:
+            objects_of, is_measurable = "objects", bool(objects)
+        if not is_measurable:
+            raise ConfigError(
+                f"evaluation.expected has the metric {metric}, but {dataset.name} has no "
+                f"{objects_of}; annotate some, or remove the metric"
+            )
 
 
 def check_expected(settings: EvaluationConfig, metrics: dict[str, float]) -> None:

@@ -13,6 +13,7 @@ from ..config_commands import ConfiguredCommand
 
 if TYPE_CHECKING:
     from ..config import TrainConfig
+    from ..distributed import Worker
     from .preparation import Finetuning
 
 
@@ -62,22 +63,43 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     from ..evaluation.validation import check_expected
     from ..run import train
     from ..terminal import errors_of_main_process
-    from ..trainer import check_precision
 
     with errors_of_main_process():
         with worker(device) as rank, ExitStack() as lock:
             if config is None:
-                prepared = prepare_finetuning(data, overrides, given, output, rank, lock)
+                prepared = prepare_finetuning(
+                    data, overrides, given, output, rank, lock, dry_run=dry_run
+                )
                 config = prepared.config
                 if rank.is_main:
                     _print_plan(data, prepared)
-            if dry_run:
-                check_precision(config, rank.device)
-                return
+                if dry_run:
+                    _check_plan(prepared, rank)
+                    return
             checkpoint, metrics = train(config, rank, resume=resume)
         check_expected(config.evaluation, metrics)
     if rank.is_main:
         _print_results(checkpoint, config)
+
+
+def _check_plan(prepared: "Finetuning", rank: "Worker") -> None:
+    """Make the checks that a training makes at its start.
+
+    Raises:
+        ConfigError: The configuration does not fit the data or the machine, or a tracker is not
+            installed.
+    """
+    from ..classes import set_classes_from_dataset
+    from ..evaluation.validation import check_expected_metrics
+    from ..tracking import check_trackers
+    from ..trainer import check_precision
+
+    config = prepared.config
+    check_precision(config, rank.device)
+    check_trackers(config.trackers)
+    set_classes_from_dataset(prepared.train, config)
+    if prepared.val is not None:
+        check_expected_metrics(config.evaluation, prepared.val)
 
 
 def _print_plan(data: Path, prepared: "Finetuning") -> None:

@@ -24,7 +24,8 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
     Raises:
         ConfigError: An override does not have the form `key.path=value`, a key is unknown, or a
-            value does not have the type of its key or is out of range.
+            value does not have the type of its key or is out of range. Or a key of `data.train` or
+            `data.val` is overridden.
     """
     paths = {"images": str(path), "annotations": str(path)}
     try:
@@ -36,7 +37,15 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         for details in error.errors():
             if details["type"] != "value_error" or details["loc"] == ("device",):
                 raise ConfigError(details_message(details, TrainConfig)) from None
-    return values_by_key(with_overrides({}, overrides))
+    given = values_by_key(with_overrides({}, overrides))
+    for key in given:
+        if key.startswith(("data.train", "data.val")):
+            raise ConfigError(
+                f"{key} cannot be set, because DATA determines the images and annotations; to set "
+                "it, train with a YAML file (maskrcnn train FILE). To train without validation, "
+                "set evaluation.skip_test=true"
+            )
+    return given
 
 
 def output_folder(path: Path, given: dict[str, Any]) -> Path:

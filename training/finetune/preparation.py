@@ -1,8 +1,6 @@
 """Prepare a fine-tuning: detect the layout of the data set, and fit a configuration to it."""
 
-import filecmp
 import logging
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from ..config import ConfigError, DataConfig, DatasetConfig, TrainConfig, check_
 from ..data.coco.categories import check_categories
 from ..data.coco.dataset import CocoDataset, DataError, ImageRecord, summary_of
 from ..data.coco.training_set import left_out_message
+from ..data.convert.conversion import coco_json
 from ..data.convert.layouts import DataLayout, recognize_layout
 from ..data.inspect.file_checks import misfit_files, read_headers
 from ..distributed import Worker
@@ -131,13 +130,15 @@ def prepare_finetuning(
     output: Path,
     worker: Worker,
     lock: ExitStack,
+    *,
+    dry_run: bool = False,
 ) -> Finetuning:
     """Recognise the layout of a data set, and fit the configuration of a fine-tuning to the data.
 
     Every rank must call this function. All ranks get the same configuration.
 
     Annotations that must be converted to COCO format, or divided into training and validation, are
-    written to the folder `output/data`.
+    written to the folder `output/data`, unless this is a dry run.
 
     Args:
         path: Folder of a data set, YAML file of a YOLO data set, or COCO annotation file.
@@ -148,6 +149,7 @@ def prepare_finetuning(
         worker: Rank and device of this process.
         lock: Stack to which rank 0 adds the lock of `output`. Close the stack only when the
             training has ended, so that no other process replaces the annotations of the run.
+        dry_run: Write no annotations. `config` of the result can then name files that do not exist.
 
     Raises:
         DataError: The layout is unknown, or the data set is unusable.
@@ -168,6 +170,8 @@ def prepare_finetuning(
         worker.wait_for_ranks()
     try:
         splits = choose_splits(layout, output / _DATA_FOLDER)
+        if not dry_run:
+            splits.write()
     finally:
         if worker.is_main:
             worker.wait_for_ranks()
@@ -216,25 +220,19 @@ def resumed_data(path: Path, config: TrainConfig) -> DataConfig:
             f"{config.output_dir} holds a training run on the images in {images}, not on {path}; "
             "resume the run with its own data set, or choose another folder with output_dir=FOLDER"
         )
-    stored = config.output_dir / _DATA_FOLDER
-    with tempfile.TemporaryDirectory() as folder:
-        splits = choose_splits(layout, Path(folder))
-        for new in Path(folder).iterdir():
-            used = stored / new.name
-            if used.is_file() and not filecmp.cmp(used, new, shallow=False):
-                raise ConfigError(
-                    f"the annotations of {path} have changed since the run began: they differ from "
-                    f"those in {used}, which the run uses; restore the data, or start a new run "
-                    "from the checkpoint with weights=FILE output_dir=FOLDER"
-                )
+    splits = choose_splits(layout, config.output_dir / _DATA_FOLDER)
+    for used, new in splits.converted.items():
+        if used.is_file() and used.read_bytes() != coco_json(new):
+            raise ConfigError(
+                f"the annotations of {path} have changed since the run began: they differ from "
+                f"those in {used}, which the run uses; restore the data, or start a new run "
+                "from the checkpoint with weights=FILE output_dir=FOLDER"
+            )
     present = {}
     for key, split in (("train", splits.train), ("val", splits.val)):
         old: DatasetConfig | None = getattr(config.data, key)
         if old is not None and split is not None and not old.images.exists():
-            file = split.annotations
-            if file.is_relative_to(folder):  # converted: the run has an equal copy
-                file = stored / file.name
-            present[key] = old.model_copy(update={"images": split.images, "annotations": file})
+            present[key] = old.model_copy(update=dict(split))
     return config.data.model_copy(update=present)
 
 
@@ -256,11 +254,15 @@ def next_commands(checkpoint: Path, images: Path) -> tuple[str, ...]:
 def _read_splits(splits: ChosenSplits) -> tuple[CocoDataset, CocoDataset | None]:
     # Suppress warnings about invalid entries, because the printed plan lists them.
     with _no_warnings():
-        train = CocoDataset(splits.train)
-        val = CocoDataset(splits.val) if splits.val is not None else None
+        train = _read(splits.train, splits)
+        val = _read(splits.val, splits) if splits.val is not None else None
     if val is not None:
         check_categories(val, train.categories)
     return train, val
+
+
+def _read(config: DatasetConfig, splits: ChosenSplits) -> CocoDataset:
+    return CocoDataset(config, source=splits.converted.get(config.annotations))
 
 
 def _records_with_objects(dataset: CocoDataset) -> list[ImageRecord]:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import ConfigError, DatasetConfig
+from ..config_sources import CONFIG_FILE
 from ..data.coco.dataset import DataError, SourceContent, read_json
 from ..data.coco.splits import splits_named
-from ..data.convert.conversion import write_coco_file
+from ..data.convert.conversion import coco_json, write_coco_file
 from ..data.convert.labelme import is_labelme
 from ..data.convert.layouts import DataLayout, LayoutSplit
 from ..data.edit.split_merge_filter import split_content
@@ -27,10 +28,18 @@ class ChosenSplits:
     description: str
     # Names of the entries that were left out, by reason.
     faults: Mapping[str, Sequence[str]]
+    # Converted annotations by the path of their COCO file, which does not exist yet.
+    converted: Mapping[Path, SourceContent]
+
+    def write(self) -> None:
+        """Write the converted annotations."""
+        for path, source in self.converted.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_coco_file(path, source)
 
 
 def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
-    """Choose the training and the validation set, and write the converted annotations.
+    """Choose the training and the validation set, and convert their annotations if necessary.
 
     If there is no validation split, 10 % of the training images are held out for validation. They
     are selected by a hash of the file name, so they stay held out when images are added to the data
@@ -38,14 +47,15 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
 
     Args:
         layout: Layout and splits of the data set, from `recognize_layout`.
-        folder: Folder for COCO annotation files. Each split that must be converted is written to a
-            file with the name of the split, such as `valid.json`. If there is no validation split,
-            the training and the held-out images are written to `train.json` and `val.json`.
+        folder: Folder for COCO annotation files. Each split that must be converted gets a file with
+            the name of the split, such as `valid.json`. If there is no validation split, the
+            training and the held-out images get the files `train.json` and `val.json`.
 
     Raises:
         DataError: There are several splits, and no name contains "train". More than one split could
             be the training or the validation set. The annotations cannot be read.
-        ConfigError: The data set has files in `folder`, and annotations must be written.
+        ConfigError: Annotations must be written, and the data set has files in `folder`, or
+            `folder` has other annotations that are not those of a run.
     """
     names = list(layout.splits)
     train = _split_named(names, "train") or (names[0] if len(names) == 1 else None)
@@ -58,11 +68,23 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     if val is None:
         return _held_out(train, layout.splits[train], folder)
     faults: dict[str, Sequence[str]] = {}
+    converted: dict[Path, SourceContent] = {}
+    configs = {}
+    for name in (train, val):
+        split = layout.splits[name]
+        configs[name] = split.config
+        if split.convert is not None:
+            source = split.convert()
+            faults |= {f"{name}: {reason}": names for reason, names in source.faults.items()}
+            path = _checked(folder / f"{name}.json", source, split)
+            configs[name] = DatasetConfig(images=split.images, annotations=path)
+            converted[path] = SourceContent(source.content, {})
     return ChosenSplits(
-        train=_prepared(train, layout.splits[train], folder, faults),
-        val=_prepared(val, layout.splits[val], folder, faults),
+        train=configs[train],
+        val=configs[val],
         description=f"training: split {train}; validation: split {val}",
         faults=faults,
+        converted=converted,
     )
 
 
@@ -83,26 +105,12 @@ def _split_named(names: Sequence[str], word: str) -> str | None:
     return matches[0] if matches else None
 
 
-def _prepared(
-    name: str, split: LayoutSplit, folder: Path, faults: dict[str, Sequence[str]]
-) -> DatasetConfig:
-    """Return the paths of a split's images and COCO file.
-
-    If the annotations must be converted, write the COCO file to `folder`. Entries that cannot be
-    converted are left out, and their names are added to `faults`, with the key `SPLIT: REASON`.
-    """
-    if split.convert is None:
-        return split.config
-    source = split.convert()
-    faults |= {f"{name}: {reason}": names for reason, names in source.faults.items()}
-    return _written(folder / f"{name}.json", source, split)
-
-
-def _written(path: Path, source: SourceContent, split: LayoutSplit) -> DatasetConfig:
-    """Write annotations to a COCO file. Return its path and the image folder of `split`.
+def _checked(path: Path, source: SourceContent, split: LayoutSplit) -> Path:
+    """Check that the annotations `source` can be written to `path`. Return `path`.
 
     Raises:
-        ConfigError: `split` has files in the folder of `path`, or `path` is a file of LabelMe.
+        ConfigError: `split` has files in the folder of `path`, or `path` is a file of LabelMe. Or
+            `path` has other annotations, and the folder above has no run.
     """
     inputs = [split.images, split.annotations]
     # The annotations of LabelMe are a folder, and `path` can be below it.
@@ -114,9 +122,13 @@ def _written(path: Path, source: SourceContent, split: LayoutSplit) -> DatasetCo
                 f"{file} is in {path.parent}, where the run writes its own annotations; choose "
                 "another folder for the run with output_dir=FOLDER"
             )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_coco_file(path, source)
-    return DatasetConfig(images=split.images, annotations=path)
+    is_of_run = (path.parent.parent / CONFIG_FILE).exists()
+    if path.exists() and not is_of_run and path.read_bytes() != coco_json(source):
+        raise ConfigError(
+            f"{path} exists, and the run would replace it; move it, or choose another folder for "
+            "the run with output_dir=FOLDER"
+        )
+    return path
 
 
 def _held_out(name: str, split: LayoutSplit, folder: Path) -> ChosenSplits:
@@ -124,10 +136,17 @@ def _held_out(name: str, split: LayoutSplit, folder: Path) -> ChosenSplits:
     parts = split_content(source.content, {"val": _HELD_OUT})
     train, val = (SourceContent(parts[part], {}) for part in ("train", "val"))
     counts = [len(part.content["images"]) for part in (train, val)]
+    parts_to_write = {"train": train, "val": val} if counts[1] else {"train": train}
+    converted = {
+        _checked(folder / f"{part}.json", content, split): content
+        for part, content in parts_to_write.items()
+    }
+    configs = [DatasetConfig(images=split.images, annotations=path) for path in converted]
     description = f"only one split, {name}: {counts[1]} of {sum(counts)} images are held out"
     return ChosenSplits(
-        train=_written(folder / "train.json", train, split),
-        val=_written(folder / "val.json", val, split) if counts[1] else None,
+        train=configs[0],
+        val=configs[1] if counts[1] else None,
         description=f"{description} for validation, by a hash of the file name",
         faults=source.faults,
+        converted=converted,
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from click.testing import CliRunner
-from layout_folders import NAMES, WRITERS, draw_scenes
+from layout_folders import NAMES, WRITERS, draw_scenes, write_json
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -182,10 +182,9 @@ def test_annotations_of_a_running_training_are_not_replaced(
     tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     WRITERS["LabelMe"](tmp_path / "data", SCENES[:6], [])
-    arguments = (tmp_path / "run", f"weights={tiny_checkpoint}", "--dry-run")
-    call(tmp_path / "data", *arguments)
-    before = (tmp_path / "run" / "data" / "train.json").read_text()
-    WRITERS["LabelMe"](tmp_path / "others", SCENES[6:9], [])
+    file = tmp_path / "run" / "data" / "train.json"
+    write_json(file, {})
+    arguments = (tmp_path / "data", tmp_path / "run", f"weights={tiny_checkpoint}")
     program = (
         "import sys; from pathlib import Path\n"
         "from maskrcnn_trt.training.run_folder import RunFolder\n"
@@ -201,16 +200,18 @@ def test_annotations_of_a_running_training_are_not_replaced(
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         with pytest.raises(ConfigError, match=f"process {process.pid} .*is training in"):
-            call(tmp_path / "others", *arguments)
-        assert (tmp_path / "run" / "data" / "train.json").read_text() == before
+            call(*arguments)
         process.kill()
-    assert "of 3 images are held out" in call(tmp_path / "others", *arguments)
+    with pytest.raises(ConfigError, match=r"train\.json exists, .*output_dir=FOLDER"):
+        call(*arguments)  # no run has written the file
+    assert file.read_text() == "{}"
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_each_layout_is_recognised(tmp_path: Path, tiny_checkpoint: Path, name: str) -> None:
     WRITERS[name](tmp_path / "data", SCENES[:20], draw_scenes(4, seed=3))
     output = call(tmp_path / "data", tmp_path / "run", f"weights={tiny_checkpoint}", "--dry-run")
+    assert not (tmp_path / "run" / "data").exists()
     assert name in output
     assert f"{len(NAMES)} classes" in output
     assert not (tmp_path / "run" / "model_final.pth").exists()
@@ -245,8 +246,15 @@ def test_invalid_entries_of_coco_files_are_left_out_of_the_plan(
     output = call(*arguments)
     assert "5 training images;" in output
     assert "left out" not in output
-    with pytest.raises(ConfigError, match="fp16 needs a GPU"):
-        call(*arguments, "device=cpu", "precision=fp16")
+    for reason, *settings in (
+        ("fp16 needs a GPU", "device=cpu", "precision=fp16"),
+        (f"num_classes is 9, but .* has {len(NAMES)} categories", "model.num_classes=9"),
+        ("no category 'foo'", "evaluation={expected: {bbox/AP/foo: 0.1}}"),
+        ("data.train.images cannot be set", "data.train.images=images"),
+        (r"data\.val cannot be set.*skip_test", "data.val=null"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            call(*arguments, *settings)
     (tmp_path / "data" / "train2017" / SCENES[0].name).unlink()
     file = tmp_path / "data" / "annotations" / "instances_train2017.json"
     content = json.loads(file.read_text())

@@ -92,6 +92,7 @@ def test_divided_files_can_be_read(tmp_path: Path) -> None:
     layout = DataLayout("COCO", {"all": LayoutSplit(tmp_path / "images", tmp_path / "all.json")})
     chosen = choose_splits(layout, tmp_path / "data")
     assert chosen.val is not None
+    chosen.write()
     files = [COCO(config.annotations) for config in (chosen.train, chosen.val)]
     assert sum(len(file.imgs) for file in files) == 30
     assert all(file.anns and (tmp_path / "images").samefile(chosen.train.images) for file in files)

@@ -24,7 +24,8 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
         if category.name not in names:
             raise ConfigError(
                 f"category {category.id} of {dataset.name} is {category.name!r}, which is not a "
-                f"class of the model; {_remedy(category.name, known)}"
+                f"class of the model (its classes: {', '.join(own.name for own in known)}); "
+                f"{_remedy(category.name, known)}"
             )
 
 
@@ -83,6 +84,8 @@ def _remedy(name: str, known: Sequence[Category]) -> str:
     for category in known:
         if _folded(category.name) == _folded(name):
             return f"rename the category to {category.name!r} in this file"
+        if category.name == f"{name} ({category.id})":  # renamed by `CocoDataset`
+            return f"give the categories named {name!r} in the training set different names"
     return (
         "give the category the name of a class of the model, or remove the category (in a COCO "
         "file, with `maskrcnn data filter --classes`); if the model's weights were converted, its "

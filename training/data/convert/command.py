@@ -40,14 +40,23 @@ def auto(folder: Path, out: Path, overwrite: bool) -> None:
     written to OUT/SPLIT.json. The annotations of COCO files are copied without checks or repairs;
     `maskrcnn data inspect` reports invalid ones.
     """
-    from ..coco.dataset import summary_of
+    from ..coco.dataset import read_json, summary_of
     from .conversion import write_splits
+    from .labelme import is_labelme
     from .layouts import recognize_layout
 
     layout = recognize_layout(folder)
     click.echo(f"{folder}: {layout.name}")
     contents = {name: split.content for name, split in layout.splits.items()}
-    for name, file in write_splits(out, contents, overwrite=overwrite).items():
+    for name in contents:
+        path = out / f"{name}.json"
+        if path.exists() and is_labelme(read_json(path)):
+            raise click.ClickException(
+                f"{path} is an annotation file of LabelMe, not of an earlier conversion; choose "
+                "another folder"
+            )
+    sources = [split.annotations for split in layout.splits.values()]
+    for name, file in write_splits(out, contents, overwrite=overwrite, sources=sources).items():
         _report(name, file, layout.splits[name].images)
         if file.faults:
             click.echo(f"left out of the split {name}: {summary_of(file.faults)}", err=True)

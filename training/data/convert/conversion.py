@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 from ....model.atomic_files import atomic_write
 from ....model.bundle.manifest import Category
 from ....model.plurals import counted
-from ..coco.dataset import DataError, SourceContent
+from ..coco.dataset import DataError, SourceContent, read_coco_file
+from ..coco.splits import splits_named
 
 
 class UnusableSourceError(Exception):
@@ -115,23 +116,30 @@ def write_coco_files(
 
 
 def write_splits(
-    folder: Path, contents: Mapping[str, Callable[[], SourceContent]], *, overwrite: bool
+    folder: Path,
+    contents: Mapping[str, Callable[[], SourceContent]],
+    *,
+    overwrite: bool,
+    sources: Collection[Path] = (),
 ) -> dict[str, WrittenSplit]:
     """Write each split to `<split>.json`. Replace existing files only when all files are complete.
 
     An error or a signal therefore leaves no mix of old and new files, in which training and
     validation images might overlap. Only an interruption between the final renames can leave one.
+    Files of other splits must not list images of the new splits.
 
     Args:
         folder: Output folder. It is created if it does not exist.
         contents: By name of the split, a function that returns the content of the COCO file.
         overwrite: Replace existing files.
+        sources: Files from which `contents` reads. They may list the same images.
 
     Returns:
         Path and counts of the written file, by name of the split.
 
     Raises:
-        DataError: An output file exists and `overwrite` is False.
+        DataError: An output file exists and `overwrite` is False, or another file in `folder` whose
+            name contains train, val or test lists an image of the new splits.
         OSError: A file cannot be written.
     """
     paths = {name: folder / f"{name}.json" for name in contents}
@@ -139,11 +147,38 @@ def write_splits(
         if path.exists() and not overwrite:
             raise DataError(f"{path} exists; choose another folder, or pass --overwrite")
     folder.mkdir(parents=True, exist_ok=True)
+    written, images = {}, set()
     with ExitStack() as files:
-        return {
-            name: _write(files.enter_context(atomic_write(paths[name])), paths[name], content())
-            for name, content in contents.items()
-        }
+        for name, path in paths.items():
+            source = contents[name]()
+            images |= _image_names(source.content)
+            written[name] = _write(files.enter_context(atomic_write(path)), path, source)
+        for path in _other_splits(folder, {*paths.values(), *sources}):
+            if not images.isdisjoint(_images_listed_in(path)):
+                raise DataError(
+                    f"{path} has some of the same images, probably from an earlier conversion or "
+                    "division; delete it, or choose another folder"
+                )
+    return written
+
+
+def _other_splits(folder: Path, known: Collection[Path]) -> list[Path]:
+    """Return the JSON files in `folder` whose names contain train, val or test, except `known`."""
+    paths = {path.resolve() for path in known}
+    files = {file.stem: file for file in folder.glob("*.json") if file.resolve() not in paths}
+    return [files[stem] for word in ("train", "val", "test") for stem in splits_named(files, word)]
+
+
+def _images_listed_in(path: Path) -> set[str]:
+    """Return the file names of the images in a COCO file. Empty: it is not a COCO file."""
+    try:
+        return _image_names(read_coco_file(path))
+    except DataError:
+        return set()
+
+
+def _image_names(content: Mapping[str, Any]) -> set[str]:
+    return {str(image.get("file_name")) for image in content["images"]}
 
 
 def write_coco_file(path: Path, source: SourceContent) -> WrittenSplit:
@@ -152,9 +187,14 @@ def write_coco_file(path: Path, source: SourceContent) -> WrittenSplit:
         return _write(file, path, source)
 
 
+def coco_json(source: SourceContent) -> bytes:
+    """Return the content of a split as the bytes of a COCO file."""
+    return json.dumps(source.content).encode()
+
+
 def _write(file: BinaryIO, path: Path, source: SourceContent) -> WrittenSplit:
     content = source.content
-    file.write(json.dumps(content).encode())
+    file.write(coco_json(source))
     # Flush to the disk now. Afterwards, only the rename can fail.
     file.flush()
     os.fsync(file.fileno())

@@ -194,8 +194,12 @@ class _InvalidShapeError(Exception):
 
 
 def _label_of(shape: Mapping[str, Any]) -> str:
-    """Return a shape's label, stripped of leading and trailing blanks. Empty: it has no label."""
-    return str(shape.get("label") or "").strip()
+    """Return a shape's label, stripped of leading and trailing blanks. Empty: it has no label.
+
+    Labels of a type other than string or number count as missing.
+    """
+    label = shape.get("label")
+    return str(label).strip() if isinstance(label, (str, int, float)) else ""
 
 
 def _type_of(shape: Mapping[str, Any]) -> str:

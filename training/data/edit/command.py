@@ -53,21 +53,13 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
     from ....model.plurals import counted
     from ..coco.dataset import SourceContent, read_coco_file
     from ..convert.conversion import write_splits
-    from .split_merge_filter import has_common_images, split_content
+    from .split_merge_filter import split_content
 
     whole = read_coco_file(file)
     parts = split_content(whole, shares)
-    for name in ("val", "test"):
-        path = out / f"{name}.json"
-        if name in parts or not path.exists():
-            continue
-        if not path.samefile(file) and has_common_images(whole, path):
-            raise click.ClickException(
-                f"{path} has some of the same images, probably from an earlier division; delete "
-                f"it, or replace it with --{name} and --overwrite"
-            )
     contents = {name: partial(SourceContent, content, {}) for name, content in parts.items()}
-    for name, written in write_splits(out, contents, overwrite=overwrite).items():
+    splits = write_splits(out, contents, overwrite=overwrite, sources=[file])
+    for name, written in splits.items():
         _report(written)
         if not parts[name]["annotations"]:
             click.echo(
@@ -174,7 +166,10 @@ def filter_(
     filtered = filter_content(
         read_coco_file(file), classes=names, min_area=min_area, drop_empty=drop_empty
     )
-    _report(write_coco_file(out, filtered))
+    written = write_coco_file(out, filtered)
+    _report(written)
+    if not written.images:
+        click.echo(f"no image is left in {out}; relax the filters", err=True)
 
 
 def _names_in(text: str) -> list[str]:

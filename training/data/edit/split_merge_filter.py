@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ....model.bundle.spec import MAX_PIXELS
 from ..coco.annotations import InvalidAnnotationError, instance_from_annotation, is_possible_area
-from ..coco.dataset import DataError, SourceContent, read_coco_file
+from ..coco.dataset import DataError, SourceContent
 from ..coco.image_paths import find_image_paths
 from ..coco.numbers import id_from, integer_from
 
@@ -200,21 +200,6 @@ def filter_content(
         if id_from(annotation.get("category_id")) not in listed
     ]
     return SourceContent(filtered, {"annotations: unknown category": dropped} if dropped else {})
-
-
-def has_common_images(content: Content, path: Path) -> bool:
-    """Return whether `content` and the COCO file `path` list images with the same file name.
-
-    The result is False if `path` is not a COCO file.
-    """
-    try:
-        other = read_coco_file(path)
-    except DataError:
-        return False
-    names, others = (
-        {str(image.get("file_name")) for image in c["images"]} for c in (content, other)
-    )
-    return not names.isdisjoint(others)
 
 
 def _hash_of(file_name: str) -> float:

@@ -44,6 +44,11 @@ def test_classes_of_a_model_are_matched_by_name(
             "category 3 .* is 'star'",
             "data filter --classes.*--categories",
         ),
+        (
+            [*_known(ring=2, star=3), Category(id=7, name="circle (7)")],
+            "category 1 .* is 'circle'",
+            r"its classes: ring, star, circle \(7\).*named 'circle' in the training set different names",
+        ),
     ],
 )
 def test_the_first_category_that_a_model_lacks_is_named(

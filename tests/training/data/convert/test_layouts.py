@@ -128,6 +128,28 @@ def test_converted_files_hold_the_same(tmp_path: Path, name: str) -> None:
     )
     again = CliRunner().invoke(convert, ["auto", str(tmp_path / "data"), str(out)])
     assert isinstance(again.exception, DataError)
+    # A file of an earlier conversion must not hold the same images as the new files.
+    new = next(out.iterdir())
+    older = out / "older_val.json"
+    older.write_bytes(new.read_bytes())
+    arguments = ["auto", str(tmp_path / "data"), str(out), "--overwrite"]
+    before = new.stat()
+    refused = CliRunner().invoke(convert, arguments).exception
+    assert isinstance(refused, DataError)
+    assert str(older) in str(refused)
+    assert new.stat() == before
+    older.unlink()
+    assert CliRunner().invoke(convert, arguments).exit_code == 0
+
+
+def test_annotations_of_labelme_are_not_overwritten(tmp_path: Path) -> None:
+    WRITERS["LabelMe"](tmp_path, TRAIN, [])
+    file = next(tmp_path.rglob("*.json"))
+    annotations = file.rename(file.with_name("all.json")).read_bytes()
+    out = str(file.parent)
+    result = CliRunner().invoke(convert, ["auto", str(tmp_path), out, "--overwrite"])
+    assert "all.json is an annotation file of LabelMe" in result.output
+    assert file.with_name("all.json").read_bytes() == annotations
 
 
 @pytest.mark.parametrize("name", ["LabelMe", "YOLO"])

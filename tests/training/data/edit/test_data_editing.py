@@ -220,6 +220,7 @@ def test_parts_are_disjoint_and_have_their_shares(tmp_path: Path) -> None:
     for name, part in parts.items():
         assert [a["image_id"] for a in part["annotations"]] == ids[name]
     assert "--overwrite" in refusal("split", file, tmp_path / "parts")
+    call("split", file, tmp_path)  # `all.json` in the same folder is not an earlier part
     assert "below 1" in refusal("split", file, tmp_path / "x", "--val", 0.5, "--test", 0.5)
     small = {**content, "images": content["images"][:3]}
     file.write_text(json.dumps(small))
