@@ -88,7 +88,8 @@ class ReloadOnChange(Generic[T]):
             except ServingError as error:
                 _log.error("cannot reload %s; the previous content stays in use: %s", names, error)
             else:
-                _log.info("reloaded %s", names)
+                if self._value:  # `TokenFile` has reported an empty file
+                    _log.info("reloaded %s", names)
         return self._value
 
     def _file_versions(self) -> list[tuple[int, ...] | None]:

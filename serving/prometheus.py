@@ -20,7 +20,6 @@ from prometheus_client.core import Metric
 from prometheus_client.core import UnknownMetricFamily as _Untyped
 from prometheus_client.registry import Collector
 
-from ..model.bundle.manifest import MODEL_VERSION
 from .config import address_of
 from .errors import ServingError
 from .monitoring.logs import accept_failures
@@ -77,14 +76,10 @@ class ModelCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics of all models."""
         counted = self._models.resources.telemetry.metrics.statistics
-        # A reload can change names, so there may be counts of names that are not served any more.
-        names = {*self._models.states, *list(counted)}
         models = [pipeline.model for pipeline in self._models.pipelines]
-        versions = {name: model.version for model in models for name in model.names}
-        statistics = {
-            (name, versions.get(name, MODEL_VERSION)): counted.get(name, ModelStatistics())
-            for name in names
-        }
+        served = {(name, model.version) for model in models for name in model.names}
+        # A reload can change names and versions, so some counted ones may not be served any more.
+        statistics = {key: counted.get(key, ModelStatistics()) for key in {*served, *list(counted)}}
         yield from _triton_metrics(statistics)
         yield from _model_metrics(models)
         yield from _slot_metrics(self._models.pipelines)

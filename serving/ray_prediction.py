@@ -172,7 +172,9 @@ def _image_paths(files: pyarrow.fs.FileSystem, path: str) -> list[str]:
     return sorted(
         info.path
         for info in files.get_file_info(pyarrow.fs.FileSelector(path, recursive=True))
-        if info.is_file and is_image_file(PurePosixPath(info.path))
+        # Links to missing files, of the type NotFound, get an error later.
+        if info.type is not pyarrow.fs.FileType.Directory
+        and is_image_file(PurePosixPath(info.path))
     )
 
 

@@ -94,6 +94,8 @@ def load_backend(
     # CUDA reads this variable only once, when the process first uses CUDA.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(_HARDWARE_QUEUES))
     choice = choose_backend(bundle, manifest, precision, name)
+    kind = _KINDS[choice.backend]
+    manifest.artifacts_for(precision, kind)  # raises an error if there are none
     if choice.faults:
         _log.warning(
             "using backend %s for %s; backends of higher priority cannot run: %s",
@@ -104,7 +106,6 @@ def load_backend(
     elif name == "auto":
         model = describe_model(bundle, manifest, precision)
         _log.info("using backend %s for %s", choice.backend, model)
-    kind = _KINDS[choice.backend]
     # Lazy imports: each backend needs packages that are installed only for it.
     if kind == "onnx":
         from .onnxruntime import OnnxRuntimeBackend

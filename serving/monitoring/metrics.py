@@ -196,8 +196,10 @@ class Metrics:
     def __init__(self) -> None:
         # Registry of these metrics. A server adds further collectors to it.
         self.registry = CollectorRegistry()
-        # Statistics by model name in the request.
-        self.statistics: defaultdict[str, ModelStatistics] = defaultdict(ModelStatistics)
+        # Statistics by model name in the request, and version of the model.
+        self.statistics: defaultdict[tuple[str, str], ModelStatistics] = defaultdict(
+            ModelStatistics
+        )
         self.in_progress = Gauge(
             "maskrcnn_requests_in_progress", "Requests in progress.", registry=self.registry
         )
@@ -239,10 +241,12 @@ class Metrics:
         histograms.request.observe(elapsed_s)
         histograms.batch_size.observe(timing.batch_size)
 
-    def count_failure(self, name: str, error: BaseException, elapsed_s: float) -> None:
-        """Count a request for the model `name` that failed with `error` after `elapsed_s` s."""
+    def count_failure(
+        self, name: str, version: str, error: BaseException, elapsed_s: float
+    ) -> None:
+        """Count a request for a model that failed with `error` after `elapsed_s` s."""
         reason = reason_from_error(error)
-        self.statistics[name].count_failure(elapsed_s, reason.triton)
+        self.statistics[name, version].count_failure(elapsed_s, reason.triton)
         self._rejected.labels(reason.name).inc()
 
     def count_rejected_call(self, error: ServingError) -> None:

@@ -11,7 +11,7 @@ import grpc
 
 from ..detections import Timing
 from ..errors import ModelNotFoundError, ServingError
-from ..grpc_status import CallContext
+from ..grpc_status import CallContext, status_and_message
 from .logs import AccessLog, name_request
 from .metrics import Metrics
 
@@ -39,7 +39,13 @@ class Telemetry:
 
     @contextmanager
     def request(
-        self, name: str, served: Collection[str], message_id: str, peer: str, size: int
+        self,
+        name: str,
+        served: Collection[str],
+        version: str,
+        message_id: str,
+        peer: str,
+        size: int,
     ) -> Iterator[list[Timing]]:
         """Count and log the request that the current task processes within the `with` block.
 
@@ -50,6 +56,7 @@ class Telemetry:
             served: Names of the model that processes the request. If `name` is not among them, the
                 request is recorded under the first of them. A request that fails with
                 ModelNotFoundError is recorded under no model.
+            version: Version of this model.
             message_id: ID that the client chose for the request. Empty: the request has no ID.
             peer: Client address, as `context.peer()` returns it.
             size: Size of the request in bytes.
@@ -72,10 +79,11 @@ class Telemetry:
             raise
         except BaseException as error:
             failure = error
-            self.metrics.count_failure(name, error, time.monotonic() - start)
+            self.metrics.count_failure(name, version, error, time.monotonic() - start)
             raise
         else:
-            self.metrics.statistics[name].count_success(timings, time.monotonic() - start)
+            statistics = self.metrics.statistics[name, version]
+            statistics.count_success(timings, time.monotonic() - start)
         finally:
             self._access_log.log_request(
                 logged_name,
@@ -91,9 +99,11 @@ class Telemetry:
         self.metrics.count_rejected_call(error)
         self._access_log.log_rejected_call(method, peer, error)
 
-    def reject_request(self, model: str, method: str, peer: str, error: ServingError) -> None:
+    def reject_request(
+        self, model: str, version: str, method: str, peer: str, error: ServingError
+    ) -> None:
         """Count and log a request that was rejected before it was read, as a failure of `model`."""
-        self.metrics.count_failure(model, error, elapsed_s=0)
+        self.metrics.count_failure(model, version, error, elapsed_s=0)
         self._access_log.log_rejected_call(method, peer, error)
 
     @contextmanager
@@ -257,8 +267,14 @@ class OpenTelemetryTracer(Tracer):
     @contextmanager
     def image(self) -> Iterator[Callable[[Timing], None]]:
         """Record a span of the image, and yield a function that adds a child span per stage."""
-        with self._tracer.start_as_current_span("detect") as span:
-            yield partial(self._add_stages, span)
+        with self._tracer.start_as_current_span("detect", set_status_on_exception=False) as span:
+            try:
+                yield partial(self._add_stages, span)
+            except Exception as error:
+                code, details = status_and_message(error)
+                if code in _SERVER_ERRORS:  # not, for example, if the image is invalid
+                    span.set_status(self._error_status(details))
+                raise
 
     def close(self) -> None:
         """Export the remaining spans. With opentelemetry-sdk 1.45, this takes at most 30 s."""

@@ -120,11 +120,9 @@ class InferenceService(GRPCInferenceServiceServicer):
             self._find(request.name, request.version)
         names = [request.name] if request.name else list(self._models.states)
         statistics = self._models.resources.telemetry.metrics.statistics
+        keys = [(name, self._models.find(name).model.version) for name in names]
         return pb.ModelStatisticsResponse(
-            model_stats=[
-                statistics[name].message(name, self._models.find(name).model.version)
-                for name in names
-            ]
+            model_stats=[statistics[key].message(*key) for key in keys]
         )
 
     async def RepositoryIndex(  # noqa: N802
@@ -242,7 +240,7 @@ class InferenceService(GRPCInferenceServiceServicer):
         pipeline = self._pipeline_of(request)
         model = pipeline.model
         recording = pipeline.telemetry.request(
-            request.model_name, model.names, request.id, peer, request.ByteSize()
+            request.model_name, model.names, model.version, request.id, peer, request.ByteSize()
         )
         with recording as timings:
             self._find(request.model_name, request.model_version)

@@ -352,8 +352,10 @@ class ModelRepository:
                 failures.append(error)
             else:
                 return
-        name = self.first.model.manifest.model_name
-        self.resources.telemetry.reject_request(name, method, peer, failures[0])
+        model = self.first.model
+        self.resources.telemetry.reject_request(
+            model.manifest.model_name, model.version, method, peer, failures[0]
+        )
         raise failures[0]
 
     def close(self) -> None:

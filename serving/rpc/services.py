@@ -147,12 +147,16 @@ class DetectorService:
         suffix = model.names.get(request.model)
         if suffix and not request.precision:
             request.precision = suffix
-        if request.precision:
+        if suffix:
+            name = request.model
+        elif request.precision:
             name = f"{name}-{request.precision}"
         source = request.image
         request.ClearField("image")  # else `ByteSize` would copy it
         size = request.ByteSize() + len(source)
-        recording = pipeline.telemetry.request(name, model.names, request.id, peer, size)
+        recording = pipeline.telemetry.request(
+            name, model.names, model.version, request.id, peer, size
+        )
         with recording as timings, self.find(request.model).model.use():
             pipeline.rate_limits.charge(images=1)
             model.check_precision(request.model, request.precision)

@@ -177,14 +177,17 @@ async def test_a_repository_serves_the_newest_version_of_each_model(
     async with serving(models[:2], caplog) as server:
         linked_copy(wide_bundle, tmp_path / "street" / "10")
         assert (await server.triton.get_model_metadata("street")).versions == ["2"]
+        await server.triton.infer("street", images_of(picture()), "2")
         await server.triton.load_model("street")
         assert (await server.triton.get_model_metadata("street", "10")).versions == ["10"]
         assert await server.triton.is_model_ready("street", "10")
         assert f"reloaded the bundle of model street: {tmp_path}/street/10" in caplog.text
         result = await server.triton.infer("street", images_of(picture()), "10")
         assert result.get_response().model_version == "10"
-        labels = {"model": "street", "version": "10"}
-        assert await server.metrics.value("nv_inference_request_success", **labels) == 1
+        await server.triton.infer("street", images_of(picture()), "10")
+        for version, requests in (("2", 1), ("10", 2)):
+            labels = {"model": "street", "version": version}
+            assert await server.metrics.value("nv_inference_request_success", **labels) == requests
         with pytest.raises(InferenceServerException, match=r"version '2' .* use 10"):
             await server.triton.infer("street", images_of(picture()), "2")
 

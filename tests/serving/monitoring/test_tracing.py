@@ -147,8 +147,9 @@ def test_failed_requests_have_spans(
         (detect,) = collector.children(call)
         assert not collector.children(detect)
     (rejected,) = collector.children(calls[0])
-    assert rejected.status.code == Status.STATUS_CODE_ERROR
-    assert "not a JPEG" in rejected.status.message
+    assert rejected.status.code == Status.STATUS_CODE_UNSET
+    (event,) = rejected.events
+    assert any("not a JPEG" in own.value.string_value for own in event.attributes)
 
 
 def test_environment_variables_configure_the_exporter(
