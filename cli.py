@@ -3,6 +3,7 @@
 import difflib
 import errno
 import gc
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -192,10 +193,14 @@ def _message_of_user_error(error: Exception, args: Sequence[str]) -> str | None:
         f"{kind.__module__}.{kind.__qualname__}" in _USER_ERRORS for kind in type(error).__mro__
     ):
         return str(error)
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        what = error.strerror
+        if what == os.strerror(error.errno):  # else it has a remedy already
+            place = "" if error.filename else " while writing a file or the output"
+            what = f"{what}{place}; free disk space and try again"
+        return f"{error.filename}: {what}" if error.filename else what
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:  # a write error has no file name
-        return f"{error.strerror} while writing a file or the output; free disk space and try again"
     if (
         isinstance(error, UnicodeEncodeError)
         and error.encoding == "utf-8"

@@ -184,6 +184,8 @@ class _Report:
         self._done += 1
         if not isinstance(outcome, Detections):
             return _failure_message(outcome)
+        self._detections += len(outcome)
+        self._images += 1
         image_id = self._ids[path]
         stem = path.name if image_id == path.name else path.stem
         if "coco" in self._formats:
@@ -200,8 +202,6 @@ class _Report:
             except (OSError, ImageError) as error:  # the input file was replaced or deleted
                 return f"the annotated image was not drawn: {_failure_message(error)}"
             _write(self._folder / f"{stem}.png", annotated)
-        self._detections += len(outcome)
-        self._images += 1
         return None
 
     def finish(self) -> None:

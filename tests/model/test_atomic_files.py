@@ -59,3 +59,16 @@ def test_pipes_are_written_and_not_replaced(tmp_path: Path) -> None:
     os.close(reader)
     assert path.is_fifo()
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "new"
+    with pytest.raises(OSError, match="No space left") as error:
+        _fill_disk(path)
+    assert error.value.filename == str(path)
+    assert not list(tmp_path.iterdir())
+
+
+def _fill_disk(path: Path) -> None:
+    with atomic_write(path), Path("/dev/full").open("wb", buffering=0) as full:
+        full.write(b"x")

@@ -103,7 +103,10 @@ def splits_named(names: Iterable[str], word: str) -> list[str]:
 
 def annotation_files(folder: Path) -> list[Path]:
     """Return the files `annotations/instances_*.json`, or else all `annotations/*.json`."""
-    files = sorted((folder / "annotations").glob("[!.]*.json"))
+    place = folder / "annotations"
+    # Not `glob`, which ignores folders that cannot be read.
+    names = os.listdir(place) if place.is_dir() else []
+    files = sorted(place / name for name in names if re.fullmatch(r"[^.].*\.json", name, re.DOTALL))
     # If there are files `instances_*.json`, ignore all others, because COCO also has files with
     # captions and keypoints in this folder.
     return [file for file in files if file.name.startswith(_PREFIX)] or files
