@@ -80,10 +80,6 @@ def check_creatable(path: Path, suffix: str = "") -> None:
         raise OSError(errno.EINVAL, reason, str(path))
     if not path.is_dir() and _is_written_directly(path):
         return
-    if path.is_symlink() and not path.exists():
-        raise OSError(
-            errno.ENOENT, f"it is a link to {path.readlink()}, which is missing", str(path)
-        )
     parents = path.absolute().parents
     existing = next(p for p in (path, *parents) if os.path.exists(p))
     if existing == path and path.is_file():

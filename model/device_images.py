@@ -90,13 +90,14 @@ def _decode_on_gpu(
     """Decode JPEGs as `torchvision.io.decode_jpeg`, but not into memory that queued work uses."""
     current = torch.cuda.current_stream(device)
     allocating = allocation_stream(current.device)
-    try:
-        with NVJPEG_LOCK, torch.cuda.stream(allocating):
+    with NVJPEG_LOCK, torch.cuda.stream(allocating):
+        try:
             images = decode_jpeg(files, mode, device)
-    except RuntimeError:
-        # The GPU may still decode the files before the damaged one, into memory that is free now.
-        torch.cuda.synchronize(device)
-        raise
+        except RuntimeError:
+            # The GPU may still decode the files before the damaged one, into memory that is free
+            # now. No stream of ours waits for that, so wait for the whole device.
+            torch.cuda.synchronize(device)
+            raise
     current.wait_stream(allocating)
     for image in images:
         image.record_stream(current)

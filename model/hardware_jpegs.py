@@ -135,6 +135,7 @@ class HardwareJpegDecoder:
         self._library = library
         self._handle = handle
         self._device = device
+        # All slots, that of the oldest batch first.
         self._slots: list[_Slot] = []
         self._header = c_void_p()
         _check(library.create_header(handle, ctypes.byref(self._header)))
@@ -196,7 +197,8 @@ class HardwareJpegDecoder:
                 samples = sum(own.samples for own in sizes)
                 slot.planes = torch.empty(samples, dtype=torch.uint8, device=self._device)
             if not self._queue(slot, sizes, slot.planes):
-                # The stream does not wait for those images that nvJPEG has queued before the error.
+                # The stream does not wait for those images that nvJPEG has queued before the error,
+                # so wait for the whole device.
                 torch.cuda.synchronize(self._device)
                 slot.batch_size = 0  # initialise the state again
                 return None
@@ -239,11 +241,13 @@ class HardwareJpegDecoder:
             free[0].converted.synchronize()
         for slot in free:
             slot.files, slot.planes = (), None
-        if not free:
+        if free:
+            self._slots.remove(free[0])
+        else:
             state = c_void_p()
             _check(self._library.create_state(self._handle, ctypes.byref(state)))
             free = [_Slot(state)]
-            self._slots += free
+        self._slots.append(free[0])
         return free[0]
 
 

@@ -9,12 +9,11 @@ from rich.progress import Progress
 
 from ..model.bundle.manifest import Preprocessing
 from ..model.checkpoint import Checkpoint
-from .config import ConfigError
 from .data.coco.dataset import CocoDataset, DataError
 from .data.loading.device_batches import prefetch_batches
 from .data.loading.loader import train_loader
 from .early_stopping import BEST_BY, EarlyStopping
-from .evaluation.validation import Validation, check_expected_metrics, log_metrics
+from .evaluation.validation import Validation, check_evaluation, log_metrics
 from .interruption import Interruption, TrainingInterrupted
 from .reporting import DivergenceError, TrainingReport, check_loss_scale
 from .run_folder import RunFolder
@@ -79,19 +78,7 @@ class TrainingLoop:
         self._validation = None
         if config.data.val is not None and not config.evaluation.skip_test:
             self._validation = Validation(config, dataset.categories, worker)
-            check_expected_metrics(config.evaluation, self._validation.dataset)
-        elif config.evaluation.expected:
-            raise ConfigError(
-                "evaluation.expected needs an evaluation; set data.val and remove "
-                "evaluation.skip_test, or set evaluation.expected={}"
-            )
-        # With `skip_test`, the early-stopping keys have no effect, so they need no metrics.
-        computes_metrics = config.data.val is not None and not config.evaluation.skip_eval
-        if config.evaluation.stops_early and not (computes_metrics or config.evaluation.skip_test):
-            raise ConfigError(
-                "evaluation.min_bbox_ap, min_mask_ap and patience need metrics; set data.val and "
-                "remove evaluation.skip_eval, or set these keys to null"
-            )
+        check_evaluation(config, self._validation.dataset if self._validation else None)
 
     def run(self) -> dict[str, float]:
         """Train until `solver.max_iterations` or an early stop. Save checkpoints on the way.

@@ -11,7 +11,7 @@ import grpc
 
 from ..detections import Timing
 from ..errors import ModelNotFoundError, ServingError
-from ..grpc_status import CallContext, status_and_message
+from ..grpc_status import CallContext, status_from_error
 from .logs import AccessLog, name_request
 from .metrics import Metrics
 
@@ -271,9 +271,8 @@ class OpenTelemetryTracer(Tracer):
             try:
                 yield partial(self._add_stages, span)
             except Exception as error:
-                code, details = status_and_message(error)
-                if code in _SERVER_ERRORS:  # not, for example, if the image is invalid
-                    span.set_status(self._error_status(details))
+                if status_from_error(error) in _SERVER_ERRORS:  # not if the image is invalid
+                    span.set_status(self._error_status(str(error)))
                 raise
 
     def close(self) -> None:

@@ -98,6 +98,29 @@ def test_threads_decode_at_the_same_time(decoder: HardwareJpegDecoder) -> None:
             assert torch.equal(image, exact)
 
 
+def test_many_batches_are_in_flight(decoder: HardwareJpegDecoder) -> None:
+    files = [tensor_from_bytes(jpeg(pixels(200, 300, seed))) for seed in range(30)]
+    torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call]
+    decoded = [decoder.decode([file])[0] for file in files]
+    for own, file in zip(decoded, files, strict=True):
+        assert own is not None
+        assert torch.equal(own, by_pillow(file))
+
+
+def test_files_for_the_fallback_are_decoded_behind_other_work() -> None:
+    files = [tensor_from_bytes(jpeg(pixels(480, 640, n), progressive=True)) for n in range(4)]
+    wanted = [decode_jpeg(file, ImageReadMode.RGB, DEVICE) for file in files]
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        earlier = [torch.full((480, 1920), n, dtype=torch.uint8, device=DEVICE) for n in range(8)]
+        torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]
+        copies = [own.clone() for own in earlier]
+        del earlier
+        for own, expected in zip(decode_jpegs(files, DEVICE), wanted, strict=True):
+            assert isinstance(own, Tensor)
+            assert torch.equal(own, expected)
+        assert [copy.unique().tolist() for copy in copies] == [[n] for n in range(8)]
+
+
 @pytest.mark.parametrize("turn", ["first", "second"])  # the second one creates no nvJPEG states
 def test_images_are_decoded_behind_other_work(decoder: HardwareJpegDecoder, turn: str) -> None:
     """nvJPEG writes without waiting for the stream, which may still use memory that is free."""
@@ -108,7 +131,6 @@ def test_images_are_decoded_behind_other_work(decoder: HardwareJpegDecoder, turn
         torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]
         copies = [own.clone() for own in earlier]
         del earlier
-        # Each planes tensor is free for reuse when its image has been queued.
         decoded = [decoder.decode([file])[0] for file in files]
         for own, expected in zip(decoded, wanted, strict=True):
             assert own is not None

@@ -2,9 +2,11 @@
 
 import copy
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.progress import Progress
@@ -26,13 +28,26 @@ from .result_files import RESULTS_FOLDER
 
 logger = logging.getLogger(__name__)
 
+
+class _Size(NamedTuple):
+    """Object size of COCO metrics: areas in square pixels."""
+
+    minimum: float
+    maximum: float
+    text: str
+
+
+# By the last letter of the metrics of the size: APs and ARs, APm and ARm, APl and ARl.
+_SIZES = {
+    "s": _Size(0, 32**2, "at most 1024"),
+    "m": _Size(32**2, 96**2, "1024 to 9216"),
+    "l": _Size(96**2, math.inf, "at least 9216"),
+}
+
 # In `output_dir`: folder for PNG files that show detections on validation images, and PNG file that
 # joins some of these files.
 _DRAWINGS_FOLDER = "validation_images"
 PROGRESS_FILE = "progress.png"
-# Minimum and maximum area in square pixels of small, medium and large objects, by the last letter
-# of their metrics: APs and ARs, APm and ARm, APl and ARl.
-_AREAS = {"s": (0, 32**2), "m": (32**2, 96**2), "l": (96**2, 10**10)}
 # Fractions of a run after which these PNG files are written even if no evaluation is due.
 _DRAWN_AFTER = (0.1, 0.3, 1.0)
 
@@ -214,34 +229,58 @@ def reached_targets(settings: EvaluationConfig, metrics: dict[str, float]) -> st
     )
 
 
-def check_expected_metrics(settings: EvaluationConfig, dataset: CocoDataset) -> None:
-    """Check that a validation set has objects for each metric in `evaluation.expected`.
+def check_evaluation(config: TrainConfig, dataset: CocoDataset | None) -> None:
+    """Check that a training can measure the metrics that its configuration needs.
+
+    Args:
+        config: Configuration of the training.
+        dataset: Validation set `config.data.val`. None: there is none.
 
     Raises:
-        ConfigError: A class is missing, or there are no objects of a class or size.
+        ConfigError: `evaluation.expected` or an early-stopping key is set, but the training
+            computes no metrics, or the validation set lacks objects for an expected metric.
     """
+    settings = config.evaluation
+    if settings.expected and (dataset is None or settings.skip_test):
+        raise ConfigError(
+            "evaluation.expected needs an evaluation; set data.val and remove "
+            "evaluation.skip_test, or set evaluation.expected={}"
+        )
+    # With `skip_test`, the early-stopping keys have no effect, so they need no metrics.
+    computes_metrics = config.data.val is not None and not settings.skip_eval
+    if settings.stops_early and not (computes_metrics or settings.skip_test):
+        raise ConfigError(
+            "evaluation.min_bbox_ap, min_mask_ap and patience need metrics; set data.val and "
+            "remove evaluation.skip_eval, or set these keys to null"
+        )
+    for metric in settings.expected:
+        assert dataset is not None
+        _check_measurable(metric, dataset)
+
+
+def _check_measurable(metric: str, dataset: CocoDataset) -> None:
+    """Check that a data set has objects of the class or the size of a metric."""
     classes = [category.name for category in dataset.categories]
     objects = [own for record in dataset.records for own in record.objects]
-    for metric in settings.expected:
-        _, _, name = metric.partition("/AP/")
-        if name and name not in classes:
-            raise ConfigError(
-                f"evaluation.expected has the metric {metric}, but {dataset.name} has no "
-                f"category {name!r}; its categories are {', '.join(map(repr, classes))}"
-            )
-        if name:
-            objects_of = f"objects of the category {name!r}"
-            is_measurable = any(classes[own.label - 1] == name for own in objects)
-        elif limits := _AREAS.get(metric[-1]):
-            objects_of = "objects of {} to {} square pixels".format(*limits)
-            is_measurable = any(limits[0] <= own.area <= limits[1] for own in objects)
-        else:
-            objects_of, is_measurable = "objects", bool(objects)
-        if not is_measurable:
-            raise ConfigError(
-                f"evaluation.expected has the metric {metric}, but {dataset.name} has no "
-                f"{objects_of}; annotate some, or remove the metric"
-            )
+    _, _, name = metric.partition("/AP/")
+    if name and name not in classes:
+        raise ConfigError(
+            f"evaluation.expected has the metric {metric}, but {dataset.name} has no "
+            f"category {name!r}; its categories are {', '.join(map(repr, classes))}"
+        )
+    if name:
+        missing = f"objects of the category {name!r}"
+        is_measurable = any(classes[own.label - 1] == name for own in objects)
+    elif size := _SIZES.get(metric[-1]):
+        missing = f"objects of {size.text} square pixels"
+        is_measurable = any(size.minimum <= own.area <= size.maximum for own in objects)
+    else:
+        missing, is_measurable = "objects", bool(objects)
+    if not is_measurable:
+        raise ConfigError(
+            f"evaluation.expected has the metric {metric}, but {dataset.name} has no {missing}; "
+            "annotate some, or remove the metric"
+        )
 
 
 def check_expected(settings: EvaluationConfig, metrics: dict[str, float]) -> None:

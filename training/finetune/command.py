@@ -67,15 +67,15 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
     with errors_of_main_process():
         with worker(device) as rank, ExitStack() as lock:
             if config is None:
-                prepared = prepare_finetuning(
-                    data, overrides, given, output, rank, lock, dry_run=dry_run
-                )
+                prepared = prepare_finetuning(data, overrides, given, output, rank, lock)
                 config = prepared.config
                 if rank.is_main:
                     _print_plan(data, prepared)
+                _check_plan(prepared, rank)
                 if dry_run:
-                    _check_plan(prepared, rank)
                     return
+                prepared.splits.write()
+                del prepared  # the annotations of a large data set take gigabytes
             checkpoint, metrics = train(config, rank, resume=resume)
         check_expected(config.evaluation, metrics)
     if rank.is_main:
@@ -83,14 +83,14 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
 
 
 def _check_plan(prepared: "Finetuning", rank: "Worker") -> None:
-    """Make the checks that a training makes at its start.
+    """Make the checks that a training makes at its start, before annotations are written.
 
     Raises:
         ConfigError: The configuration does not fit the data or the machine, or a tracker is not
             installed.
     """
     from ..classes import set_classes_from_dataset
-    from ..evaluation.validation import check_expected_metrics
+    from ..evaluation.validation import check_evaluation
     from ..tracking import check_trackers
     from ..trainer import check_precision
 
@@ -98,8 +98,7 @@ def _check_plan(prepared: "Finetuning", rank: "Worker") -> None:
     check_precision(config, rank.device)
     check_trackers(config.trackers)
     set_classes_from_dataset(prepared.train, config)
-    if prepared.val is not None:
-        check_expected_metrics(config.evaluation, prepared.val)
+    check_evaluation(config, prepared.val)
 
 
 def _print_plan(data: Path, prepared: "Finetuning") -> None:

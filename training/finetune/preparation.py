@@ -130,15 +130,13 @@ def prepare_finetuning(
     output: Path,
     worker: Worker,
     lock: ExitStack,
-    *,
-    dry_run: bool = False,
 ) -> Finetuning:
     """Recognise the layout of a data set, and fit the configuration of a fine-tuning to the data.
 
     Every rank must call this function. All ranks get the same configuration.
 
-    Annotations that must be converted to COCO format, or divided into training and validation, are
-    written to the folder `output/data`, unless this is a dry run.
+    Annotations that must be converted to COCO format, or divided into training and validation, get
+    files in the folder `output/data`. They do not exist before `splits.write` of the result.
 
     Args:
         path: Folder of a data set, YAML file of a YOLO data set, or COCO annotation file.
@@ -149,7 +147,6 @@ def prepare_finetuning(
         worker: Rank and device of this process.
         lock: Stack to which rank 0 adds the lock of `output`. Close the stack only when the
             training has ended, so that no other process replaces the annotations of the run.
-        dry_run: Write no annotations. `config` of the result can then name files that do not exist.
 
     Raises:
         DataError: The layout is unknown, or the data set is unusable.
@@ -170,8 +167,6 @@ def prepare_finetuning(
         worker.wait_for_ranks()
     try:
         splits = choose_splits(layout, output / _DATA_FOLDER)
-        if not dry_run:
-            splits.write()
     finally:
         if worker.is_main:
             worker.wait_for_ranks()

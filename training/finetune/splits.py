@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ..config import ConfigError, DatasetConfig
 from ..config_sources import CONFIG_FILE
-from ..data.coco.dataset import DataError, SourceContent, read_json
+from ..data.coco.dataset import DataError, SourceContent
 from ..data.coco.splits import splits_named
 from ..data.convert.conversion import coco_json, write_coco_file
-from ..data.convert.labelme import is_labelme
+from ..data.convert.labelme import is_labelme_file
 from ..data.convert.layouts import DataLayout, LayoutSplit
 from ..data.edit.split_merge_filter import split_content
 
@@ -28,11 +28,23 @@ class ChosenSplits:
     description: str
     # Names of the entries that were left out, by reason.
     faults: Mapping[str, Sequence[str]]
-    # Converted annotations by the path of their COCO file, which does not exist yet.
+    # Annotations to write, by path of the COCO file.
     converted: Mapping[Path, SourceContent]
 
     def write(self) -> None:
-        """Write the converted annotations."""
+        """Write the converted annotations.
+
+        Raises:
+            ConfigError: A file exists, and is not one that an earlier call may have written.
+        """
+        for path, source in self.converted.items():
+            # After the first call, a training writes its configuration beside the folder of `path`.
+            is_of_run = (path.parent.parent / CONFIG_FILE).exists()
+            if path.exists() and not is_of_run and path.read_bytes() != coco_json(source):
+                raise ConfigError(
+                    f"{path} exists, and the run would replace it; move it, or choose another "
+                    "folder for the run with output_dir=FOLDER"
+                )
         for path, source in self.converted.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_coco_file(path, source)
@@ -54,8 +66,7 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     Raises:
         DataError: There are several splits, and no name contains "train". More than one split could
             be the training or the validation set. The annotations cannot be read.
-        ConfigError: Annotations must be written, and the data set has files in `folder`, or
-            `folder` has other annotations that are not those of a run.
+        ConfigError: The data set has files in `folder`, and annotations must be written.
     """
     names = list(layout.splits)
     train = _split_named(names, "train") or (names[0] if len(names) == 1 else None)
@@ -76,7 +87,7 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
         if split.convert is not None:
             source = split.convert()
             faults |= {f"{name}: {reason}": names for reason, names in source.faults.items()}
-            path = _checked(folder / f"{name}.json", source, split)
+            path = _checked(folder / f"{name}.json", split)
             configs[name] = DatasetConfig(images=split.images, annotations=path)
             converted[path] = SourceContent(source.content, {})
     return ChosenSplits(
@@ -105,16 +116,15 @@ def _split_named(names: Sequence[str], word: str) -> str | None:
     return matches[0] if matches else None
 
 
-def _checked(path: Path, source: SourceContent, split: LayoutSplit) -> Path:
-    """Check that the annotations `source` can be written to `path`. Return `path`.
+def _checked(path: Path, split: LayoutSplit) -> Path:
+    """Check that annotations can be written to `path`. Return `path`.
 
     Raises:
-        ConfigError: `split` has files in the folder of `path`, or `path` is a file of LabelMe. Or
-            `path` has other annotations, and the folder above has no run.
+        ConfigError: `split` has files in the folder of `path`, or `path` is a file of LabelMe.
     """
     inputs = [split.images, split.annotations]
     # The annotations of LabelMe are a folder, and `path` can be below it.
-    if split.annotations.is_dir() and path.exists() and is_labelme(read_json(path)):
+    if split.annotations.is_dir() and is_labelme_file(path):
         inputs.append(path)
     for file in inputs:
         if file.resolve().is_relative_to(path.parent.resolve()):
@@ -122,12 +132,6 @@ def _checked(path: Path, source: SourceContent, split: LayoutSplit) -> Path:
                 f"{file} is in {path.parent}, where the run writes its own annotations; choose "
                 "another folder for the run with output_dir=FOLDER"
             )
-    is_of_run = (path.parent.parent / CONFIG_FILE).exists()
-    if path.exists() and not is_of_run and path.read_bytes() != coco_json(source):
-        raise ConfigError(
-            f"{path} exists, and the run would replace it; move it, or choose another folder for "
-            "the run with output_dir=FOLDER"
-        )
     return path
 
 
@@ -138,7 +142,7 @@ def _held_out(name: str, split: LayoutSplit, folder: Path) -> ChosenSplits:
     counts = [len(part.content["images"]) for part in (train, val)]
     parts_to_write = {"train": train, "val": val} if counts[1] else {"train": train}
     converted = {
-        _checked(folder / f"{part}.json", content, split): content
+        _checked(folder / f"{part}.json", split): content
         for part, content in parts_to_write.items()
     }
     configs = [DatasetConfig(images=split.images, annotations=path) for path in converted]

@@ -8,6 +8,9 @@ from ....model.bundle.manifest import Category
 from ...config import ConfigError
 from .dataset import CocoDataset
 
+# Maximum number of class names in an error message.
+_MAX_LISTED = 20
+
 
 def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
     """Check that a model has a class of the same name for every category of a data set.
@@ -24,8 +27,8 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
         if category.name not in names:
             raise ConfigError(
                 f"category {category.id} of {dataset.name} is {category.name!r}, which is not a "
-                f"class of the model (its classes: {', '.join(own.name for own in known)}); "
-                f"{_remedy(category.name, known)}"
+                f"class of the model; {_remedy(category.name, known)}; the model's classes: "
+                f"{_listed([own.name for own in known])}"
             )
 
 
@@ -91,6 +94,11 @@ def _remedy(name: str, known: Sequence[Category]) -> str:
         "file, with `maskrcnn data filter --classes`); if the model's weights were converted, its "
         "classes can be set with `maskrcnn weights convert --categories`"
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _folded(name: str) -> str:

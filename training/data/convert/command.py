@@ -40,17 +40,17 @@ def auto(folder: Path, out: Path, overwrite: bool) -> None:
     written to OUT/SPLIT.json. The annotations of COCO files are copied without checks or repairs;
     `maskrcnn data inspect` reports invalid ones.
     """
-    from ..coco.dataset import read_json, summary_of
+    from ..coco.dataset import summary_of
     from .conversion import write_splits
-    from .labelme import is_labelme
+    from .labelme import is_labelme_file
     from .layouts import recognize_layout
 
     layout = recognize_layout(folder)
     click.echo(f"{folder}: {layout.name}")
     contents = {name: split.content for name, split in layout.splits.items()}
-    for name in contents:
+    for name, split in layout.splits.items():
         path = out / f"{name}.json"
-        if path.exists() and is_labelme(read_json(path)):
+        if split.annotations.is_dir() and is_labelme_file(path):
             raise click.ClickException(
                 f"{path} is an annotation file of LabelMe, not of an earlier conversion; choose "
                 "another folder"

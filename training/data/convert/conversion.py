@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,9 @@ from ....model.atomic_files import atomic_write
 from ....model.bundle.manifest import Category
 from ....model.plurals import counted
 from ..coco.dataset import DataError, SourceContent, read_coco_file
-from ..coco.splits import splits_named
+
+# Name of a split, such as train, valid or test2017.
+_SPLIT = re.compile("(train(ing)?|val(id|idation)?|test(ing)?)[0-9]*")
 
 
 class UnusableSourceError(Exception):
@@ -138,8 +141,8 @@ def write_splits(
         Path and counts of the written file, by name of the split.
 
     Raises:
-        DataError: An output file exists and `overwrite` is False, or another file in `folder` whose
-            name contains train, val or test lists an image of the new splits.
+        DataError: An output file exists and `overwrite` is False, or the file of another split in
+            `folder`, such as val.json or test2017.json, lists an image of the new splits.
         OSError: A file cannot be written.
     """
     paths = {name: folder / f"{name}.json" for name in contents}
@@ -156,17 +159,17 @@ def write_splits(
         for path in _other_splits(folder, {*paths.values(), *sources}):
             if not images.isdisjoint(_images_listed_in(path)):
                 raise DataError(
-                    f"{path} has some of the same images, probably from an earlier conversion or "
-                    "division; delete it, or choose another folder"
+                    f"{path} has some of the same images; if it is from an earlier conversion or "
+                    "division, delete it, otherwise choose another folder"
                 )
     return written
 
 
 def _other_splits(folder: Path, known: Collection[Path]) -> list[Path]:
-    """Return the JSON files in `folder` whose names contain train, val or test, except `known`."""
+    """Return the files in `folder` with names of splits, such as val.json, except `known`."""
     paths = {path.resolve() for path in known}
-    files = {file.stem: file for file in folder.glob("*.json") if file.resolve() not in paths}
-    return [files[stem] for word in ("train", "val", "test") for stem in splits_named(files, word)]
+    files = [file for file in folder.glob("*.json") if _SPLIT.fullmatch(file.stem)]
+    return [file for file in files if file.resolve() not in paths]
 
 
 def _images_listed_in(path: Path) -> set[str]:

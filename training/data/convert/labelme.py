@@ -55,6 +55,14 @@ def is_labelme(content: Any) -> bool:
     return isinstance(content, Mapping) and isinstance(content.get("shapes"), list)
 
 
+def is_labelme_file(path: Path) -> bool:
+    """Return whether a file exists and is a JSON file in the format of LabelMe."""
+    try:
+        return is_labelme(read_json(path))
+    except DataError:
+        return False
+
+
 def labelme(folder: Path, files: Iterable[Path]) -> ForeignDataset:
     """Read the LabelMe files `files` of the data set in `folder`.
 
@@ -199,7 +207,8 @@ def _label_of(shape: Mapping[str, Any]) -> str:
     Labels of a type other than string or number count as missing.
     """
     label = shape.get("label")
-    return str(label).strip() if isinstance(label, (str, int, float)) else ""
+    is_label = isinstance(label, (str, int, float)) and not isinstance(label, bool)
+    return str(label).strip() if is_label else ""
 
 
 def _type_of(shape: Mapping[str, Any]) -> str:

@@ -187,18 +187,14 @@ def _check_is_no_input(
     Raises:
         click.UsageError: The output would replace a file of the data set.
     """
-    from ..coco.dataset import DataError, read_json
-    from ..convert.labelme import is_labelme
+    from ..convert.labelme import is_labelme_file
     from .sample_grid import is_sample_grid
 
     splits = [*splits]
     inputs = [split.annotations for split in splits]
     inputs += [record.path for dataset in datasets for record in dataset.records]
-    try:
-        # The annotations of LabelMe are a folder, which may also hold earlier reports.
-        is_annotation = is_labelme(read_json(output))
-    except DataError:  # not JSON
-        is_annotation = False
+    # The annotations of LabelMe are a folder, which may also hold earlier reports.
+    is_annotation = is_labelme_file(output)
     is_listed = any(path.exists() and path.samefile(output) for path in inputs)
     is_image = (
         output.suffix.lower() == ".png"

@@ -130,7 +130,7 @@ def test_converted_files_hold_the_same(tmp_path: Path, name: str) -> None:
     assert isinstance(again.exception, DataError)
     # A file of an earlier conversion must not hold the same images as the new files.
     new = next(out.iterdir())
-    older = out / "older_val.json"
+    older = out / "testing.json"
     older.write_bytes(new.read_bytes())
     arguments = ["auto", str(tmp_path / "data"), str(out), "--overwrite"]
     before = new.stat()
