@@ -27,8 +27,16 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
             value does not have the type of its key or is out of range. Or a key of `data.train` or
             `data.val` is overridden.
     """
-    paths = {"images": str(path), "annotations": str(path)}
     try:
+        given = values_by_key(with_overrides({}, overrides))
+        for key in given:
+            if key.startswith(("data.train", "data.val")):
+                raise ConfigError(
+                    f"{key} cannot be set, because DATA determines the images and annotations; to "
+                    "set it, train with a YAML file (maskrcnn train FILE). To train without "
+                    "validation, set evaluation.skip_test=true"
+                )
+        paths = {"images": str(path), "annotations": str(path)}
         TrainConfig.model_validate(with_overrides({"data": {"train": paths}}, overrides))
     except OverrideError as error:
         raise ConfigError(str(error)) from None
@@ -37,14 +45,6 @@ def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         for details in error.errors():
             if details["type"] != "value_error" or details["loc"] == ("device",):
                 raise ConfigError(details_message(details, TrainConfig)) from None
-    given = values_by_key(with_overrides({}, overrides))
-    for key in given:
-        if key.startswith(("data.train", "data.val")):
-            raise ConfigError(
-                f"{key} cannot be set, because DATA determines the images and annotations; to set "
-                "it, train with a YAML file (maskrcnn train FILE). To train without validation, "
-                "set evaluation.skip_test=true"
-            )
     return given
 
 
