@@ -1,6 +1,7 @@
 """Command `maskrcnn train`."""
 
 import difflib
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,7 @@ def train(
     from .terminal import errors_of_main_process
 
     if is_main_process():
+        _warn_of_scaled_steps(overrides, settings.solver)
         _warn_of_late_steps(settings.solver)
     if use_synthetic_data:
         settings = with_synthetic_data(settings)
@@ -127,6 +129,19 @@ def train(
 
         click.echo(f"the final checkpoint is {checkpoint}")
         click.echo(f"the training curves are in {draw_curves(checkpoint.parent)}")
+
+
+def _warn_of_scaled_steps(overrides: Sequence[str], solver: "SolverConfig") -> None:
+    """Print a warning if `overrides` set `solver.steps`, and `solver.epochs` will scale them."""
+    given = {override.partition("=")[0] for override in overrides}
+    if given & {"solver.steps", "solver.max_iterations"} == {"solver.steps"} and solver.epochs:
+        click.echo(
+            "warning: solver.steps are iterations of a run of solver.max_iterations="
+            f"{solver.max_iterations}, and solver.epochs={solver.epochs:g} scales them to the "
+            "length of this run; to give steps of this run, set solver.max_iterations instead of "
+            "solver.epochs",
+            err=True,
+        )
 
 
 def _warn_of_late_steps(solver: "SolverConfig") -> None:

@@ -73,9 +73,12 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
             DefaultLogsSpecs(log_dir=folder),
         )
 
+        forwarded: set[int] = set()
+
         def forward(number: int, _: FrameType | None) -> None:
             # Pass the signal on. torch's own handler would kill the ranks before they have written
             # a checkpoint.
+            forwarded.add(number)
             for pid in processes.pids().values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -93,6 +96,8 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
         result.failures.items(),
         key=lambda failure: (failure[1].exitcode == -signal.SIGTERM, failure[1].exitcode > 0),
     )
+    if -first.exitcode in forwarded:  # before the rank began to train, or the second signal
+        return 128 - first.exitcode
     if first.exitcode < 0:
         raise ConfigError(
             f"{signal.Signals(-first.exitcode).name} ended the training process of rank {rank}; if "

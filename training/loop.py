@@ -34,18 +34,21 @@ class TrainingLoop:
         folder: RunFolder,
         identity: dict[str, Any],
         progress: Progress,
-        last: Checkpoint | None,
+        stopping: EarlyStopping,
+        metrics: dict[str, float],
     ) -> None:
         """Create the training data loader and read the validation set.
 
         Args:
-            trainer: Model and optimiser, new or restored from `last`.
+            trainer: Model and optimiser, new or restored from the last checkpoint.
             dataset: Training set.
             folder: Folder for checkpoints.
             identity: Result of `run_identity`: configuration, and hashes of the training set. It is
                 stored in each checkpoint.
             progress: Progress bars from `terminal_progress`.
-            last: Checkpoint that the run resumes from. None: the run is new.
+            stopping: Early-stopping state, new or restored from the last checkpoint.
+            metrics: Metrics of the last checkpoint. Empty: the run is new, or the checkpoint was
+                not evaluated on this validation set.
 
         Raises:
             ConfigError: The model lacks a category of the validation set, or the validation set has
@@ -71,8 +74,7 @@ class TrainingLoop:
             pin_memory=worker.device.type == "cuda",
         )
         self._epoch = self._batches.iterations_per_epoch
-        self._metrics = last.metrics if last else {}
-        self._stopping = EarlyStopping(config.evaluation, last.training_state if last else {})
+        self._stopping, self._metrics = stopping, metrics
         self._interruption = Interruption()
         self._saved_iteration = trainer.iteration
         self._validation = None
@@ -113,6 +115,7 @@ class TrainingLoop:
             self._progress,
             trainer.scaler,
             trackers,
+            is_evaluated=not self._evaluation_was_missed(),
         )
         with report, self._interruption:
             if self._evaluation_was_missed() and self._evaluate_and_save(report):
@@ -236,7 +239,8 @@ class TrainingLoop:
         reason = self._stopping.reason(self._metrics)
         if reason is not None:
             logger.info(
-                "early stop at iteration %d of %d: %s",
+                "early stop at iteration %d of %d: %s; to train longer, resume with other values "
+                "of evaluation.patience, min_bbox_ap and min_mask_ap",
                 self._trainer.iteration,
                 self._config.solver.max_iterations,
                 reason,

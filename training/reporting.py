@@ -78,6 +78,8 @@ class TrainingReport:
         progress: Progress,
         scaler: GradScaler,
         trackers: Sequence[Tracker] = (),
+        *,
+        is_evaluated: bool = True,
     ) -> None:
         """Open `metrics.jsonl`, and remove lines that a killed run wrote after its last checkpoint.
 
@@ -89,6 +91,8 @@ class TrainingReport:
             progress: Progress bars from `terminal_progress`.
             scaler: Loss scaler of the run, enabled in fp16.
             trackers: Result of `open_trackers`. They are closed with the report.
+            is_evaluated: Whether the checkpoint to resume from was evaluated if it had to be. If
+                not, its evaluation is repeated, so lines of an earlier one are removed.
         """
         self._period = period
         self._iterations = iterations
@@ -96,7 +100,7 @@ class TrainingReport:
         self._scaler = scaler
         self._path = folder / METRICS_FILE
         if worker.is_main:
-            _remove_lines_after(iterations.start, self._path)
+            _remove_lines_after(iterations.start, self._path, is_evaluated=is_evaluated)
             self._jsonl = self._path.open("a", buffering=1)
         self._trackers = trackers
         self._progress = progress
@@ -244,8 +248,12 @@ def with_progress(
     progress.remove_task(task)
 
 
-def _remove_lines_after(iteration: int, path: Path) -> None:
-    """Remove damaged lines, and lines of iterations after `iteration`, from a metrics file."""
+def _remove_lines_after(iteration: int, path: Path, *, is_evaluated: bool) -> None:
+    """Remove damaged lines, and lines of iterations after `iteration`, from a metrics file.
+
+    If the checkpoint of `iteration` has no metrics, the evaluation will be repeated. Then also
+    remove the lines of evaluations, which have no loss, of `iteration`.
+    """
     if not path.is_file():
         return
     lines = path.read_text(errors="replace").splitlines(keepends=True)
@@ -255,6 +263,7 @@ def _remove_lines_after(iteration: int, path: Path) -> None:
         if line.endswith("\n")
         and (values := metrics_from_line(line))
         and int(values["iteration"]) <= iteration
+        and (is_evaluated or int(values["iteration"]) < iteration or "loss" in values)
     ]
     if len(kept) < len(lines):
         with atomic_write(path) as file:

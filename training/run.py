@@ -17,6 +17,7 @@ from .config_sources import CONFIG_FILE
 from .data.coco.training_set import load_training_set
 from .devices import processes_to_start
 from .distributed import Worker, worker
+from .early_stopping import restored_evaluation
 from .evaluation.config import load_evaluation_config, warn_of_other_sizes
 from .evaluation.validation import Validation, check_expected
 from .interruption import TrainingInterrupted
@@ -171,7 +172,10 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         if last is not None:
             # Check on every rank, because each host may have its own copy of the data.
             check_resumable(last, identity, dataset.name)
-        has_ended = last is not None and last.iteration >= config.solver.max_iterations
+        stopping, metrics = restored_evaluation(config, last)
+        has_ended = last is not None and (
+            last.iteration >= config.solver.max_iterations or stopping.reason(metrics) is not None
+        )
         # If the run has ended, keep its recorded configuration, because nothing is trained with the
         # new one.
         if rank.is_main and not has_ended:
@@ -183,15 +187,17 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
         trainer = Trainer(config, rank)
         if last is not None:
             trainer.load_state(last)
-            logger.info(
-                "the run has already ended at iteration %d; to train longer, set "
-                "solver.max_iterations to a larger number"
-                if has_ended
-                else "resuming the run at iteration %d",
-                trainer.iteration,
-            )
+            if trainer.iteration >= config.solver.max_iterations:
+                logger.info(
+                    "the run has already ended at iteration %d; to train longer, set "
+                    "solver.max_iterations to a larger number",
+                    trainer.iteration,
+                )
+            elif not has_ended:
+                logger.info("resuming the run at iteration %d", trainer.iteration)
         try:
-            metrics = TrainingLoop(trainer, dataset, folder, identity, progress, last).run()
+            loop = TrainingLoop(trainer, dataset, folder, identity, progress, stopping, metrics)
+            metrics = loop.run()
         except TrainingInterrupted:
             # Do not wait for the other ranks here. In an evaluation, they may wait for this rank in
             # another collective operation, which fails when this process ends.

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 
@@ -223,8 +224,8 @@ def read_categories(path: Path, num_classes: int) -> tuple[Category, ...]:
     """Read the categories of a COCO annotation file, sorted by id.
 
     Raises:
-        WeightsError: the file cannot be read or has no categories, or the number of categories is
-            not `num_classes`.
+        WeightsError: the file cannot be read or has no categories, two categories have the same id,
+            or the number of categories is not `num_classes`.
     """
     try:
         entries = json.loads(path.read_bytes())["categories"]
@@ -239,9 +240,21 @@ def read_categories(path: Path, num_classes: int) -> tuple[Category, ...]:
         raise WeightsError(
             f"{path} has no `categories` with an id (int64) and a name; give a COCO annotation file"
         ) from None
+    for first, second in pairwise(categories):
+        if first.id == second.id:
+            raise WeightsError(
+                f"{path} has several categories with the id {first.id}; give each its own id"
+            )
     if len(categories) != num_classes:
+        remedy = "give the annotation file of the data set that the weights were trained on"
+        if categories[-1].id == num_classes:
+            # The labels of torchvision's models are category ids.
+            remedy = (
+                f"if the classes are the ids 1 to {num_classes}, give a file with a category for "
+                "each of these ids, or, for COCO's ids, leave out --categories"
+            )
         raise WeightsError(
             f"{path} has {len(categories)} categories, but the weights have {num_classes} classes; "
-            "give the annotation file of the data set that the weights were trained on"
+            f"{remedy}"
         )
     return tuple(categories)

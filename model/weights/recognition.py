@@ -56,7 +56,8 @@ def read_weights(path: Path, config: Path | None = None) -> Weights:
     if origin is None:
         raise WeightsError(
             f"{path} does not hold the weights of a supported program; give weights of "
-            f"{', '.join(origin.name for origin in ORIGINS)} or of this program"
+            f"{', '.join(origin.name for origin in ORIGINS)} or of this program, with a ResNet as "
+            "the backbone"
         )
     stated = _config_for(path, origin, config)
     try:

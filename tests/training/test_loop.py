@@ -159,6 +159,25 @@ def test_patience_ends_a_run_that_was_resumed_within_an_evaluation(
     assert list(_evaluations(config.output_dir)) == [1, 2, 3]
 
 
+def test_another_validation_set_starts_early_stopping_anew(tiny: LoadTiny, tmp_path: Path) -> None:
+    stopping = "evaluation={period: 1, patience: 1}"
+    length = ("solver.max_iterations=9", "solver.steps=[]")
+    first = train(tiny(stopping, *length))
+    assert first.iteration == 2  # no AP exceeds the first, which is 0
+    recorded = (tmp_path / "config.yaml").read_bytes()
+    assert train(tiny(stopping, *length, "solver.base_lr=1"), resume=True).iteration == 2
+    assert (tmp_path / "config.yaml").read_bytes() == recorded
+    config = tiny(stopping, *length)
+    content = json.loads(config.data.val.annotations.read_bytes())
+    content["annotations"].pop()
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content))
+    resumed = train(tiny(stopping, *length, f"data.val.annotations={other}"), resume=True)
+    assert resumed.iteration == 3  # the checkpoint of iteration 2 is the first that is evaluated
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [own["iteration"] for own in lines if "bbox/AP" in own] == [1, 2, 3]
+
+
 def test_epochs_set_the_iterations(tiny: LoadTiny, caplog: pytest.LogCaptureFixture) -> None:
     """Far more epochs than a data set needs are a warning."""
     config = tiny("solver.epochs=9")

@@ -242,6 +242,13 @@ def test_categories_come_from_the_data_set(own_state: State, tmp_path: Path) -> 
     data.write_text(json.dumps({"categories": classes[:2]}))
     with pytest.raises(WeightsError, match=r"2 categories.* 3 classes"):
         converted(path, categories=data)
+    data.write_text(json.dumps({"categories": [{**own, "id": 3} for own in classes]}))
+    with pytest.raises(WeightsError, match="several categories with the id 3"):
+        converted(path, categories=data)
+    gaps = [{"id": i, "name": n} for i, n in ((1, "ring"), (3, "disc"))]
+    data.write_text(json.dumps({"categories": gaps}))
+    with pytest.raises(WeightsError, match=r"ids 1 to 3.*leave out --categories"):
+        converted(path, categories=data)
     data.write_text("[]")
     with pytest.raises(WeightsError, match="no `categories`"):
         converted(path, categories=data)
