@@ -1,7 +1,6 @@
 """Entry point of the `maskrcnn` command line. Subcommands are imported on use."""
 
 import difflib
-import errno
 import gc
 import os
 import re
@@ -94,8 +93,6 @@ _USER_ERRORS = frozenset(
         "maskrcnn_trt.training.evaluation.validation.ExpectationError",
     }
 )
-
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _CommandLine(LazyGroup):
@@ -193,7 +190,9 @@ def _message_of_user_error(error: Exception, args: Sequence[str]) -> str | None:
         f"{kind.__module__}.{kind.__qualname__}" in _USER_ERRORS for kind in type(error).__mro__
     ):
         return str(error)
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+    from .model.atomic_files import DISK_FULL  # not needed unless there is an error
+
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         what = error.strerror
         if what == os.strerror(error.errno):  # else it has a remedy already
             place = "" if error.filename else " while writing a file or the output"

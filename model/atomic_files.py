@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Values of `errno` if a file cannot grow.
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @contextlib.contextmanager
@@ -45,7 +46,7 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
             error.filename = str(path)  # a write error has no file name
         raise
     if durable:

@@ -24,9 +24,9 @@ from ..plugins.runtime.launching import bind_context, checked
 
 _log = logging.getLogger(__name__)
 
-# Lock for calls of nvJPEG, also for those by torchvision. nvJPEG's documentation allows threads to
-# share a handle. However, with the decoder hardware, about 1 of 1000 calls failed then
-# (benchmarks/results/jpeg-decoder-h100-202611.md).
+# Lock for calls of nvJPEG, also for those by torchvision. nvJPEG's documentation allows several
+# threads to use a handle at the same time. With the decoder hardware, however, about 1 of 1000 such
+# calls failed (benchmarks/results/jpeg-decoder-h100-202611.md).
 NVJPEG_LOCK = threading.RLock()
 
 # Constants of nvjpeg.h.
@@ -38,8 +38,8 @@ _MAX_COMPONENTS: Final = 4
 # `nvjpegChromaSubsampling_t`. None: the image is grey. The hardware does not support other values.
 _CHROMA_FACTORS: Final = {0: (1, 1), 1: (1, 2), 2: (2, 2), 3: (2, 1), 6: None}
 
-# Maximum number of nvJPEG states. Each one takes GPU memory. More than the number of batches that a
-# server has in flight.
+# Maximum number of nvJPEG states, because each one takes GPU memory. The states suffice for all
+# batches that a server has in flight.
 _MAX_SLOTS: Final = 8
 
 
@@ -258,9 +258,9 @@ def allocation_stream(device: torch.device) -> Any:
     Free this memory only when the GPU no longer uses it. `device` is a GPU, with its index.
     """
     # nvJPEG's hardware writes as soon as it is free, even before earlier work in the stream
-    # (https://github.com/pytorch/vision/pull/9606), so its memory must not be in use by such work.
-    # torch's allocator reuses memory only within a stream. No kernel is queued in this one. It is
-    # not a `torch.cuda.Stream`, because torch hands out the same 32 streams again and again.
+    # (https://github.com/pytorch/vision/pull/9606). So such work must not use the written memory.
+    # torch's allocator reuses memory only within a stream, and no kernel is queued in this one. It
+    # is not a `torch.cuda.Stream`, because torch hands out the same 32 streams again and again.
     with torch.cuda.device(device):
         bind_context(device.index)
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING

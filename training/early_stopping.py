@@ -70,9 +70,8 @@ def restored_evaluation(
 ) -> tuple[EarlyStopping, dict[str, float]]:
     """Return the early-stopping state and the metrics of the checkpoint that a run resumes from.
 
-    If the checkpoint was evaluated on another validation set than `config.data.val`, its metrics
-    say nothing about this one. Then, and for a new run, the state is that of a new run, and the
-    metrics are empty.
+    For a new run, the state is new and the metrics are empty. The same holds if the checkpoint was
+    evaluated on another validation set than `config.data.val`.
 
     Args:
         config: Configuration of the run.

@@ -96,7 +96,8 @@ def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
         result.failures.items(),
         key=lambda failure: (failure[1].exitcode == -signal.SIGTERM, failure[1].exitcode > 0),
     )
-    if -first.exitcode in forwarded:  # before the rank began to train, or the second signal
+    # A forwarded signal kills a rank only if the training has not begun, or if it arrives twice.
+    if -first.exitcode in forwarded:
         return 128 - first.exitcode
     if first.exitcode < 0:
         raise ConfigError(

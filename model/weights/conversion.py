@@ -20,9 +20,10 @@ from ..config.error_messages import validation_message
 from ..config.overrides import OverrideError, with_overrides, with_value
 from ..config.schema import ModelConfig, YamlConfig
 from ..mask_rcnn import MaskRCNN
+from ..plurals import abbreviated
 from .files import WeightsError
 from .layouts import reverse_channels
-from .origins import Settings, Weights, abbreviated
+from .origins import Settings, Weights
 
 # Settings that no weights file holds. All origins have the same defaults for them.
 _NEVER_STORED = (

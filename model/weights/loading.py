@@ -14,10 +14,11 @@ from ..config.error_messages import validation_message
 from ..config.reference import text_from_value
 from ..config.schema import ModelConfig
 from ..mask_rcnn import MaskRCNN
+from ..plurals import abbreviated
 from .conversion import check_shapes
 from .files import WeightsError
 from .layouts import CLASS_ROWS
-from .origins import Weights, abbreviated
+from .origins import Weights
 from .references import check_finite, checkpoint_from_reference, read_reference
 
 # Settings of `ModelConfig` that must have the same values as in the training of the weights.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..bundle.spec import ResizeRule
+from ..plurals import abbreviated
 from .files import WeightsError
 
 # Renaming rules: (regular expression of a whole tensor name, our name). The first match applies.
@@ -108,9 +109,3 @@ def rename_tensors(
             "R-CNN on ResNet with FPN, C4 or C5 is supported"
         )
     return tensors, tuple(ignored)
-
-
-def abbreviated(names: Sequence[str]) -> str:
-    """Return the first three names and the number of others, as in `a, b, c and 4 more`."""
-    rest = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")

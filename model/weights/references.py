@@ -13,11 +13,12 @@ from ..checkpoint import Checkpoint, load_checkpoint
 from ..config.reference import text_from_value
 from ..download.urls import without_credentials
 from ..mask_rcnn import MaskRCNN
+from ..plurals import abbreviated
 from . import detectron2, torchvision
 from .conversion import WeightsConversion, checkpoint_from_weights
 from .downloads import CONFIG_NAME
 from .files import WeightsError, local_path, read_file
-from .origins import Weights, abbreviated
+from .origins import Weights
 from .recognition import OWN, is_checkpoint, read_weights
 from .zoo import ZooModel, is_zoo_name, zoo_model
 

@@ -5,11 +5,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from ....model.bundle.manifest import Category
+from ....model.plurals import abbreviated
 from ...config import ConfigError
 from .dataset import CocoDataset
 
 # Maximum number of class names in an error message.
-_MAX_LISTED = 20
+_NAMES_SHOWN = 20
 
 
 def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
@@ -28,7 +29,7 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
             raise ConfigError(
                 f"category {category.id} of {dataset.name} is {category.name!r}, which is not a "
                 f"class of the model; {_remedy(category.name, known)}; the model's classes: "
-                f"{_listed([own.name for own in known])}"
+                f"{abbreviated([own.name for own in known], _NAMES_SHOWN)}"
             )
 
 
@@ -94,11 +95,6 @@ def _remedy(name: str, known: Sequence[Category]) -> str:
         "file, with `maskrcnn data filter --classes`); if the model's weights were converted, its "
         "classes can be set with `maskrcnn weights convert --categories`"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MAX_LISTED
-    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _folded(name: str) -> str:

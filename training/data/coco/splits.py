@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 _PREFIX = "instances_"
 # Standard name of a split by synonym.
 _SYNONYMS = {"valid": "val", "validation": "val", "training": "train", "testing": "test"}
+_STANDARD = frozenset({"train", "val", "test"})
 # Number of listed images that are looked up in a folder to recognise a split's image folder.
 _LOOKUPS = 5
 _FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.){1,1000}")')
@@ -101,12 +102,18 @@ def splits_named(names: Iterable[str], word: str) -> list[str]:
     return sorted(matches, key=lambda name: (name.lower() != word, len(name)))
 
 
+def is_split_name(name: str) -> bool:
+    """Return whether a name is that of a split, such as train, valid or test2017."""
+    base = name.rstrip("0123456789")
+    return _SYNONYMS.get(base, base) in _STANDARD
+
+
 def annotation_files(folder: Path) -> list[Path]:
     """Return the files `annotations/instances_*.json`, or else all `annotations/*.json`."""
     place = folder / "annotations"
     # Not `glob`, which ignores folders that cannot be read.
     names = os.listdir(place) if place.is_dir() else []
-    files = sorted(place / name for name in names if re.fullmatch(r"[^.].*\.json", name, re.DOTALL))
+    files = sorted(place / n for n in names if n.endswith(".json") and not n.startswith("."))
     # If there are files `instances_*.json`, ignore all others, because COCO also has files with
     # captions and keypoints in this folder.
     return [file for file in files if file.name.startswith(_PREFIX)] or files

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,9 +14,7 @@ from ....model.atomic_files import atomic_write
 from ....model.bundle.manifest import Category
 from ....model.plurals import counted
 from ..coco.dataset import DataError, SourceContent, read_coco_file
-
-# Name of a split, such as train, valid or test2017.
-_SPLIT = re.compile("(train(ing)?|val(id|idation)?|test(ing)?)[0-9]*")
+from ..coco.splits import is_split_name
 
 
 class UnusableSourceError(Exception):
@@ -168,7 +165,7 @@ def write_splits(
 def _other_splits(folder: Path, known: Collection[Path]) -> list[Path]:
     """Return the files in `folder` with names of splits, such as val.json, except `known`."""
     paths = {path.resolve() for path in known}
-    files = [file for file in folder.glob("*.json") if _SPLIT.fullmatch(file.stem)]
+    files = [file for file in folder.glob("*.json") if is_split_name(file.stem)]
     return [file for file in files if file.resolve() not in paths]
 
 
