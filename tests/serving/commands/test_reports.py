@@ -150,6 +150,7 @@ def test_ignored_sighup_stays_ignored(address: str, picture: Encode, tmp_path: P
 def test_full_disk_is_reported(
     bundle: Path,
     address: str,
+    picture: Encode,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -163,8 +164,11 @@ def test_full_disk_is_reported(
     for path in paths:
         Image.fromarray(noise).save(path)  # its PNG is larger than its results
     # The limit also applies to the memory that this process shares with the server's worker. A run
-    # without a limit lets this memory grow first.
-    run_main(monkeypatch, capsys, "client", address, *paths, "-o", str(tmp_path / "grown"))
+    # without a limit lets this memory grow first: for each batch in flight, and for batches of at
+    # least two images.
+    (tmp_path / "more").mkdir()
+    more = map(str, pictures(tmp_path / "more", picture, 16))
+    run_main(monkeypatch, capsys, "client", address, *more, "-o", str(tmp_path / "grown"))
     for verb, source in (("client", address), ("predict", str(bundle))):
         output = tmp_path / verb
         words = [verb, source, *paths, "-o", str(output), "--score-threshold", "0.2"]
