@@ -46,13 +46,11 @@ def trt(monkeypatch: pytest.MonkeyPatch) -> FakeTensorRT:
 
 
 @pytest.fixture
-def load(
+def load_beside_torch(
     trt: FakeTensorRT, driver: GpuDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Load]:
-    """Function that loads a backend."""
+    """Function that loads a backend, for tests in which torch allocates GPU memory as well."""
     monkeypatch.setattr(tensorrt, "load_driver", lambda: driver)
-    with driver.current():
-        before = driver.free_memory()
 
     def load_backend(kind: type[TensorRTBackend] = TensorRTBackend) -> TensorRTBackend:
         return kind(tmp_path, fake_bundle(tmp_path), "fp16", "tensorrt", MAX_BATCH)
@@ -60,6 +58,14 @@ def load(
     yield load_backend
     assert contexts_of(trt) == []
     assert not trt.live
+
+
+@pytest.fixture
+def load(load_beside_torch: Load, driver: GpuDriver) -> Iterator[Load]:
+    """Function that loads a backend. After the test, all GPU memory must be free again."""
+    with driver.current():
+        before = driver.free_memory()
+    yield load_beside_torch
     with driver.current():
         assert before - driver.free_memory() < SCRATCH
 
@@ -106,11 +112,11 @@ def test_failed_capture(trt: FakeTensorRT, load: Load, caplog: pytest.LogCapture
     backend.close()
 
 
-def test_torch_tensors_on_the_gpu(trt: FakeTensorRT, load: Load) -> None:
+def test_torch_tensors_on_the_gpu(trt: FakeTensorRT, load_beside_torch: Load) -> None:
     torch = pytest.importorskip("torch")
     from maskrcnn_trt.serving.backends.tensorrt import TensorRTDeviceBackend
 
-    backend = load(TensorRTDeviceBackend)
+    backend = load_beside_torch(TensorRTDeviceBackend)
     backend.warm_up(MAX_BATCH)
     results = []
     for count in (6, 1, 3, 2):  # queued without waiting for the GPU
@@ -130,7 +136,7 @@ def test_torch_tensors_on_the_gpu(trt: FakeTensorRT, load: Load) -> None:
 
 
 def test_engine_from_file_to_response_with_torch(
-    trt: FakeTensorRT, load: Load, tmp_path: Path
+    load_beside_torch: Load, tmp_path: Path
 ) -> None:
     """Black images are decoded, computed and encoded on the GPU."""
     pytest.importorskip("torch")
