@@ -8,7 +8,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from ...plugins import operations  # noqa: F401, registers the fused operations
-from ...plugins.fused_convolution.block_transition import can_fuse_transition
+from ...plugins.fused_convolution.block_transition import can_fuse_middle, can_fuse_transition
 from ...plugins.runtime.arguments import HALF_TYPES
 
 # Minimum number of input and output channels for which cuBLASLt and cuDNN can be faster than a
@@ -117,6 +117,28 @@ def fuse_blocks(program: ExportedProgram) -> None:
             replaced.replace_all_uses_with(result)
             graph.erase_node(replaced)
     graph.eliminate_dead_code()  # removes the separate convolutions of fused shortcuts
+    graph.lint()
+    program.graph_module.recompile()
+
+
+def fuse_middle_convolutions(program: ExportedProgram) -> None:
+    """Fuse residual blocks' middle convolutions with `block_transition`, in place.
+
+    A middle convolution is fused if a kernel supports it.
+
+    Args:
+        program: exported torch program, which `fuse_blocks` has changed.
+    """
+    graph = program.graph_module.graph
+    for node in graph.find_nodes(op="call_function", target=_own.block_transition.default):
+        middle, *others = node.args
+        if middle.target is not _own.cudnn_convolution.default or len(middle.users) != 1:
+            continue
+        images, weight, bias, *window, relu = middle.args
+        keeps_size = window == [[1, 1], [1, 1], [1, 1]]  # stride, padding and dilation
+        if keeps_size and relu and can_fuse_middle(weight.meta["val"]):
+            node.args = (images, *others, weight, bias)
+            graph.erase_node(middle)
     graph.lint()
     program.graph_module.recompile()
 

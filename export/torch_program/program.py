@@ -22,7 +22,7 @@ from ...model.bundle.program import ignore_torch_warnings
 from ...model.bundle.spec import ShapeBucket
 from ...model.mask_rcnn import MaskRCNN
 from ..errors import EngineError
-from .fused_graph import fuse_blocks, fuse_convolutions
+from .fused_graph import fuse_blocks, fuse_convolutions, fuse_middle_convolutions
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ def program_from_model(
     _drop_assertions(program)
     fuse_convolutions(program)
     fuse_blocks(program)
+    fuse_middle_convolutions(program)
     return program
 
 

@@ -3,12 +3,14 @@
 Specification of all implementations: the result of a residual block's last convolution and the
 block's shortcut are added. A ReLU is applied to the sum, and the result is rounded to the data type
 of the tensors. The first convolution of the next block reads the rounded values. A ReLU is applied
-to its result, too. `can_fuse_transition` tests whether a block is supported.
+to its result, too. `can_fuse_transition` tests whether a block is supported. If the block's middle
+convolution is included, a ReLU is applied to its result, which is rounded before the last
+convolution reads it. `can_fuse_middle` tests whether a middle convolution is supported.
 """
 
 # In the first stages of a ResNet-50 or larger, memory traffic limits the speed of these layers.
-# Unlike separate kernels, the fused kernel neither reads the sum back nor writes the shortcut's
-# result.
+# Unlike separate kernels, the fused kernel neither reads the sum back nor writes the results of the
+# shortcut's and of the middle convolution.
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,8 +22,8 @@ from torch.nn import functional as F
 from ..runtime.arguments import HALF_TYPES, kernel_argument
 from ..runtime.launching import common_device
 from .fastest import run_fastest
-from .library_operations import gemm_convolution
-from .operation import empty_pointwise_output, pixel_matrix
+from .library_operations import cudnn_convolution, gemm_convolution
+from .operation import empty_pointwise_output
 
 # Minimum number of channels of each map.
 _MIN_CHANNELS = 64
@@ -31,6 +33,8 @@ _MAX_INPUTS = 128  # inputs of the last convolution, and of the shortcut's
 _MAX_OUTPUTS = 512  # outputs of the residual block
 _MAX_REDUCED = 256  # outputs of the next block's first convolution
 _MAX_REDUCED_WITH_SHORTCUT = 128  # the same outputs, if the shortcut has a convolution
+# Shape of the middle convolutions for which the fused kernel is faster than separate kernels.
+_MIDDLE_SHAPE = (64, 64, 3, 3)
 
 # Compute capability on which the fused kernel was always faster than separate kernels. There, the
 # separate kernels are not measured.
@@ -57,6 +61,14 @@ def can_fuse_transition(
     return powers and few
 
 
+def can_fuse_middle(weight: Tensor) -> bool:
+    """Return whether `block_transition` supports a middle convolution with a weight of this shape.
+
+    `weight` is [C, C, K, K]. The convolution must have stride 1 and keep the height and width.
+    """
+    return tuple(weight.shape) == _MIDDLE_SHAPE
+
+
 @torch.library.custom_op("maskrcnn::block_transition", mutates_args=(), device_types="cpu")
 def block_transition(
     images: Tensor,
@@ -67,17 +79,21 @@ def block_transition(
     shortcut_bias: Tensor | None,
     next_weight: Tensor,
     next_bias: Tensor,
+    middle_weight: Tensor | None = None,
+    middle_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the output of a residual block, and the first convolution of the next block.
 
-    All convolutions are 1x1. A ReLU is applied to both results. The operation has no gradient.
+    The middle convolution is 3x3, all others are 1x1. A ReLU is applied to all results but that of
+    the shortcut's convolution. The operation has no gradient.
 
     On a GPU, the first call with new shapes measures launch parameters of the fused kernel. If the
     GPU's compute capability is not 9.0, the call also measures separate convolutions. This process
     and later ones use the fastest implementation.
 
     Args:
-        images: [B, C, H, W], input of the block's last convolution; on a GPU float16 or bfloat16.
+        images: [B, C, H, W], input of the block's last convolution, or of its middle convolution if
+            there is a `middle_weight`; on a GPU float16 or bfloat16.
         weight: [N, C, 1, 1], weight of the last convolution. `can_fuse_transition` tests whether
             the numbers of channels are supported.
         bias: [N], bias of the last convolution.
@@ -85,10 +101,14 @@ def block_transition(
             [B, S, H, W], input of the shortcut's convolution.
         shortcut_weight: [N, S, 1, 1], weight of the shortcut's convolution. None: the shortcut has
             no convolution.
-        shortcut_bias: [N], bias of the shortcut's convolution. On a GPU, it is required with a
-            `shortcut_weight`, and must be None without one.
+        shortcut_bias: [N], bias of the shortcut's convolution. On a GPU, a bias is required with
+            its weight, and must be None without it. The same holds for the middle convolution.
         next_weight: [M, N, 1, 1], weight of the next block's first convolution.
         next_bias: [M], bias of the next block's first convolution.
+        middle_weight: [C, C, 3, 3], weight of the block's middle convolution, which has stride 1
+            and pads with zeros. None: `images` is the result of the middle convolution.
+            `can_fuse_middle` tests whether it is supported.
+        middle_bias: [C], bias of the middle convolution.
 
     Returns:
         the block's output [B, N, H, W], and the result of the next block's first convolution,
@@ -96,8 +116,10 @@ def block_transition(
 
     Raises:
         ValueError: on a GPU, an argument has another dtype or shape than documented, the arguments
-            are on several devices, or only one of `shortcut_weight` and `shortcut_bias` is given.
+            are on several devices, or only one of a weight and its bias is given.
     """
+    if middle_weight is not None:
+        images = F.conv2d(images, middle_weight, middle_bias, padding=1).relu()
     if shortcut_weight is not None:
         shortcut = F.conv2d(shortcut, shortcut_weight, shortcut_bias)
     output = (F.conv2d(images, weight, bias) + shortcut).relu()
@@ -105,9 +127,16 @@ def block_transition(
 
 
 @block_transition.register_fake
-def _(images: Tensor, weight: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
-    next_weight = others[-2]
-    assert next_weight is not None
+def _(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    shortcut: Tensor,
+    shortcut_weight: Tensor | None,
+    shortcut_bias: Tensor | None,
+    next_weight: Tensor,
+    *others: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     return _empty_outputs(images, weight, next_weight)
 
 
@@ -121,13 +150,13 @@ def _(
     shortcut_bias: Tensor | None,
     next_weight: Tensor,
     next_bias: Tensor,
+    middle_weight: Tensor | None = None,
+    middle_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     from .block_transition_kernel import Blocks, fastest_blocks, launch_block_transition
 
     if images.dtype not in HALF_TYPES:
         raise ValueError(f"images must be float16 or bfloat16, not {images.dtype}")
-    if (shortcut_weight is None) != (shortcut_bias is None):
-        raise ValueError("shortcut_weight and shortcut_bias go together; give both or neither")
     inputs = {
         "images": images,
         "weight": weight,
@@ -136,46 +165,63 @@ def _(
         "next_weight": next_weight,
         "next_bias": next_bias,
     }
-    if shortcut_weight is not None and shortcut_bias is not None:
-        inputs |= {"shortcut_weight": shortcut_weight, "shortcut_bias": shortcut_bias}
-    matrices = _matrices(inputs)
+    inputs |= _optional_convolution("shortcut", shortcut_weight, shortcut_bias)
+    inputs |= _optional_convolution("middle", middle_weight, middle_bias)
+    tensors = _kernel_tensors(inputs)
     if images.numel() == 0:
         return _empty_outputs(images, weight, next_weight)
 
     def fused(blocks: Blocks) -> tuple[Tensor, Tensor]:
         output, reduced = _empty_outputs(images, weight, next_weight)
-        outputs = {"output": pixel_matrix(output), "reduced": pixel_matrix(reduced)}
-        launch_block_transition({**matrices, **outputs}, blocks)
+        outputs = {"output": output, "reduced": reduced}
+        for name, tensor in outputs.items():
+            outputs[name] = _kernel_map(tensor.permute(0, 2, 3, 1), "middle_weight" in inputs)
+        launch_block_transition({**tensors, **outputs}, blocks)
         return output, reduced
 
     def separate() -> tuple[Tensor, Tensor]:
-        residual = shortcut
+        source, residual = images, shortcut
+        if middle_weight is not None and middle_bias is not None:
+            window = [1, 1], [1, 1], [1, 1]
+            source = cudnn_convolution(images, middle_weight, middle_bias, *window, True)
         if shortcut_weight is not None and shortcut_bias is not None:
             residual = gemm_convolution(shortcut, shortcut_weight, shortcut_bias, None, False)
-        output = gemm_convolution(images, weight, bias, residual, True)
+        output = gemm_convolution(source, weight, bias, residual, True)
         return output, gemm_convolution(output, next_weight, next_bias, None, True)
 
-    candidates = fastest_blocks(matrices)
+    candidates = fastest_blocks(tensors)
     implementations: list[Callable[[], tuple[Tensor, Tensor]]] = [
         partial(fused, blocks) for blocks in candidates
     ]
     if torch.cuda.get_device_capability(images.device) != _MEASURED_CAPABILITY:
         implementations.append(separate)
-    shapes = [(name, tuple(matrix.shape)) for name, matrix in matrices.items()]
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     key = "block_transition", images.dtype, shapes, candidates
     with torch.cuda.device(images.device):
         return run_fastest(key, implementations)
+
+
+def _optional_convolution(
+    name: str, weight: Tensor | None, bias: Tensor | None
+) -> dict[str, Tensor]:
+    """Return weight and bias of a convolution by argument name, or nothing without a weight."""
+    if (weight is None) != (bias is None):
+        raise ValueError(f"{name}_weight and {name}_bias go together; give both or neither")
+    if weight is None or bias is None:
+        return {}
+    return {f"{name}_weight": weight, f"{name}_bias": bias}
 
 
 def _empty_outputs(images: Tensor, weight: Tensor, next_weight: Tensor) -> tuple[Tensor, Tensor]:
     return empty_pointwise_output(images, weight), empty_pointwise_output(images, next_weight)
 
 
-def _matrices(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Check the inputs of `block_transition`, and return maps as [pixels, channels].
+def _kernel_tensors(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Check the inputs of `block_transition`, and return them as the kernel's arguments.
 
-    Weights are returned as [output channels, input channels]. All results are contiguous and
-    aligned.
+    All results are contiguous and aligned. Weights are returned as [output channels, input
+    channels], or [output channels, 9 * input channels] if they are 3x3. `_kernel_map` arranges
+    maps.
 
     Raises:
         ValueError: a tensor has another dtype or shape than documented, or the tensors are on
@@ -185,23 +231,34 @@ def _matrices(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     batch, channels, rows, columns = images.shape
     outputs, reduced = len(inputs["weight"]), len(inputs["next_weight"])
     shortcut = inputs["shortcut_weight"].shape[1] if "shortcut_weight" in inputs else outputs
-    shapes = {
+    shapes = {  # of tensors of four dimensions: channels last
         "images": (batch, rows, columns, channels),
-        "weight": (outputs, channels, 1, 1),
+        "weight": (outputs, 1, 1, channels),
         "bias": (outputs,),
         "shortcut": (batch, rows, columns, shortcut),
-        "shortcut_weight": (outputs, shortcut, 1, 1),
+        "shortcut_weight": (outputs, 1, 1, shortcut),
         "shortcut_bias": (outputs,),
-        "next_weight": (reduced, outputs, 1, 1),
+        "next_weight": (reduced, 1, 1, outputs),
         "next_bias": (reduced,),
+        "middle_weight": (channels, 3, 3, channels),
+        "middle_bias": (channels,),
     }
     common_device("block_transition", inputs.values())
-    matrices = {}
+    tensors = {}
     for name, tensor in inputs.items():
-        is_map = name in ("images", "shortcut")
-        matrix = tensor.permute(0, 2, 3, 1) if is_map else tensor
-        matrix = kernel_argument(name, matrix, images.dtype, shapes[name])
-        if matrix.dim() == 4:
-            matrix = matrix.flatten(0, 2) if is_map else matrix.flatten(1)
-        matrices[name] = matrix
-    return matrices
+        last = tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor
+        tensors[name] = kernel_argument(name, last, images.dtype, shapes[name])
+        if name in ("images", "shortcut"):
+            tensors[name] = _kernel_map(tensors[name], "middle_weight" in inputs)
+        elif last.dim() == 4:
+            tensors[name] = tensors[name].flatten(1)
+    return tensors
+
+
+def _kernel_map(tensor: Tensor, has_middle: bool) -> Tensor:
+    """Return a view of a map [B, H, W, C] as the kernel reads or writes it.
+
+    Only the middle convolution needs rows and columns. Without it, the result is [1, 1, B * H * W,
+    C].
+    """
+    return tensor if has_middle else tensor.view(1, 1, -1, tensor.shape[3])

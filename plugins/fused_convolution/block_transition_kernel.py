@@ -15,71 +15,88 @@ from .libraries import UnsupportedError
 class Blocks(NamedTuple):
     """Launch parameters of the Triton kernel."""
 
-    # Number of pixels that a thread block computes.
-    pixels: int
+    # Number of rows and columns of pixels that a thread block computes.
+    rows: int
+    columns: int
     # Number of channels of the residual block's output that a thread block computes at a time.
     channels: int
     warps: int
     # Pipeline stages: number of groups of `channels` whose inputs are in shared memory at once.
     stages: int
+    # The same for the 3x3 convolution: number of its nine products.
+    middle_stages: int = 0
 
 
-def fastest_blocks(matrices: Mapping[str, Tensor]) -> tuple[Blocks, ...]:
+def fastest_blocks(tensors: Mapping[str, Tensor]) -> tuple[Blocks, ...]:
     """Return candidate launch parameters, among which the caller chooses by measurement.
 
     The number of pixels decides which candidate is the fastest. The candidates were found for an
-    R-50-FPN on an H200. `matrices` are the inputs of `launch_block_transition`.
+    R-50-FPN on an H200. `tensors` are the inputs of `launch_block_transition`.
     """
-    if "shortcut_weight" in matrices:
-        return Blocks(128, 64, 4, 2), Blocks(64, 32, 4, 2)
-    reduced = len(matrices["next_weight"])
+    reduced = len(tensors["next_weight"])
+    if "middle_weight" in tensors:
+        if reduced <= 64:
+            return Blocks(8, 16, 64, 4, 3, 4), Blocks(8, 8, 64, 4, 3, 3)
+        return Blocks(8, 16, 32, 4, 3, 3), Blocks(8, 8, 64, 4, 2, 3)
+    if "shortcut_weight" in tensors:
+        return Blocks(1, 128, 64, 4, 2), Blocks(1, 64, 32, 4, 2)
     if reduced <= 64:
-        return (Blocks(128, 64, 4, 3),)
+        return (Blocks(1, 128, 64, 4, 3),)
     if reduced > 128:
-        return (Blocks(128, 64, 8, 3),)
-    if matrices["images"].shape[1] <= 64:
-        return (Blocks(128, 32, 4, 4),)
-    return Blocks(128, 32, 4, 3), Blocks(128, 64, 4, 3)
+        return (Blocks(1, 128, 64, 8, 3),)
+    if tensors["images"].shape[3] <= 64:
+        return (Blocks(1, 128, 32, 4, 4),)
+    return Blocks(1, 128, 32, 4, 3), Blocks(1, 128, 64, 4, 3)
 
 
-def launch_block_transition(matrices: Mapping[str, Tensor], blocks: Blocks) -> None:
+def launch_block_transition(tensors: Mapping[str, Tensor], blocks: Blocks) -> None:
     """Queue the Triton kernel of `block_transition`.
 
     Args:
-        matrices: inputs and outputs, contiguous and 16-byte aligned, by name. Inputs are named as
-            the arguments of `block_transition`. The results of the two convolutions are written to
-            `output` and `reduced`. Feature maps are [pixels, channels], weights [output channels,
-            input channels].
+        tensors: inputs and outputs, contiguous and 16-byte aligned, by name. Inputs are named as
+            the arguments of `block_transition`. The two results are written to `output` and
+            `reduced`. Feature maps are [B, H, W, C], or [1, 1, B * H * W, C] without a middle
+            convolution. Weights are [output channels, input channels], and that of the middle
+            convolution [C, 9 * C].
         blocks: launch parameters.
 
     Raises:
         UnsupportedError: the GPU has too little shared memory for `blocks`.
     """
-    has_shortcut_weight = "shortcut_weight" in matrices
-    reduced, outputs = matrices["next_weight"].shape
-    # For each matrix, rows and columns that the kernel reads or writes at once. -1: all.
+    has_shortcut_weight = "shortcut_weight" in tensors
+    batch, height, width, channels = tensors["images"].shape
+    reduced, outputs = tensors["next_weight"].shape
+    tile = (1, blocks.rows, blocks.columns)
+    # For each tensor, the sizes of the part that the kernel reads or writes at once. -1: all.
     shapes = {
-        "images": (blocks.pixels, -1),
+        "images": (*tile, -1),
         "weight": (blocks.channels, -1),
-        "shortcut": (blocks.pixels, -1 if has_shortcut_weight else blocks.channels),
+        "shortcut": (*tile, -1 if has_shortcut_weight else blocks.channels),
         "shortcut_weight": (blocks.channels, -1),
         "next_weight": (-1, blocks.channels),
-        "output": (blocks.pixels, blocks.channels),
-        "reduced": (blocks.pixels, -1),
+        "middle_weight": (-1, channels),
+        "output": (*tile, blocks.channels),
+        "reduced": (*tile, -1),
     }
-    arguments: dict[str, Any] = {"shortcut_weight": None, "shortcut_bias": None, **matrices}
-    for name in shapes.keys() & matrices.keys():
-        sides = zip(shapes[name], matrices[name].shape, strict=True)
-        block = [size if own < 0 else own for own, size in sides]
-        arguments[name] = TensorDescriptor.from_tensor(matrices[name], block)
+    missing = dict.fromkeys(("shortcut_weight", "shortcut_bias", "middle_weight", "middle_bias"))
+    arguments: dict[str, Any] = {**missing, **tensors}
+    for name in shapes.keys() & tensors.keys():
+        shape = tensors[name].shape
+        block = [size if own < 0 else own for own, size in zip(shapes[name], shape, strict=True)]
+        # The two views replace strides of dimensions of size 1, which TMA would reject.
+        arguments[name] = TensorDescriptor.from_tensor(tensors[name].view(-1).view(shape), block)
+    grid = triton.cdiv(width, blocks.columns), triton.cdiv(height, blocks.rows), batch
     try:
-        _block_transition[(triton.cdiv(len(matrices["images"]), blocks.pixels),)](
+        _block_transition[grid](
             **arguments,
+            CHANNELS=channels,
             OUTPUTS=outputs,
             REDUCED=reduced,
-            BLOCK_M=blocks.pixels,
+            ROWS=blocks.rows,
+            COLUMNS=blocks.columns,
             BLOCK_N=blocks.channels,
             STAGES=blocks.stages,
+            MIDDLE_STAGES=blocks.middle_stages,
             num_warps=blocks.warps,
         )
     except OutOfResources as error:
@@ -96,26 +113,43 @@ def _block_transition(  # type: ignore[no-untyped-def]
     shortcut_bias,
     next_weight,
     next_bias,
+    middle_weight,
+    middle_bias,
     output,
     reduced,
+    CHANNELS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     REDUCED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    MIDDLE_STAGES: tl.constexpr,
 ):
-    """Compute the 1x1 convolutions of `block_transition` as matrix products over the pixels.
+    """Compute the convolutions of `block_transition` as matrix products over the same pixels.
 
-    A thread block computes both results for BLOCK_M pixels, the first result in steps of BLOCK_N
-    channels. The second product does not read the first result back from GPU memory. Matrices are
-    tensor descriptors: on GPUs of compute capability 9.0 or higher, the tensor memory accelerator
-    (TMA) copies their blocks, and does not copy pixels beyond the last one.
+    A thread block computes both results for ROWS x COLUMNS pixels of an image, the first result in
+    steps of BLOCK_N channels. The second product does not read the first result back from GPU
+    memory. Matrices and maps are tensor descriptors: on GPUs of compute capability 9.0 or higher,
+    the tensor memory accelerator (TMA) copies their blocks. It reads zeros for pixels outside of
+    the map, and does not write these pixels.
     """
-    pixel = tl.program_id(0) * BLOCK_M
-    a = images.load([pixel, 0])
+    PIXELS: tl.constexpr = ROWS * COLUMNS
+    column, row, image = tl.program_id(0) * COLUMNS, tl.program_id(1) * ROWS, tl.program_id(2)
+    if middle_weight is None:
+        a = images.load([image, row, column, 0]).reshape(PIXELS, CHANNELS)
+    else:
+        middle = tl.zeros((PIXELS, CHANNELS), tl.float32)
+        for tap in tl.range(0, 9, num_stages=MIDDLE_STAGES):
+            shifted = images.load([image, row + tap // 3 - 1, column + tap % 3 - 1, 0])
+            own_weight = middle_weight.load([0, tap * CHANNELS])
+            middle = tl.dot(shifted.reshape(PIXELS, CHANNELS), own_weight.T, middle)
+        middle += tl.load(middle_bias + tl.arange(0, CHANNELS))[None, :]
+        a = tl.maximum(middle, 0.0).to(output.dtype)
     if shortcut_weight is not None:
-        source = shortcut.load([pixel, 0])
-    total = tl.zeros((BLOCK_M, REDUCED), tl.float32)
+        source = shortcut.load([image, row, column, 0])
+        source = source.reshape(PIXELS, source.numel // PIXELS)
+    total = tl.zeros((PIXELS, REDUCED), tl.float32)
     for start in tl.range(0, OUTPUTS, BLOCK_N, num_stages=STAGES):
         channel = start + tl.arange(0, BLOCK_N)
         offset = tl.load(bias + channel).to(tl.float32)
@@ -124,9 +158,10 @@ def _block_transition(  # type: ignore[no-untyped-def]
             expanded = tl.dot(source, shortcut_weight.load([start, 0]).T, expanded)
             offset += tl.load(shortcut_bias + channel)
         else:
-            expanded += shortcut.load([pixel, start])
+            expanded += shortcut.load([image, row, column, start]).reshape(PIXELS, BLOCK_N)
         expanded = tl.maximum(expanded + offset[None, :], 0.0).to(output.dtype)
-        output.store([pixel, start], expanded)
+        output.store([image, row, column, start], expanded.reshape(1, ROWS, COLUMNS, BLOCK_N))
         total = tl.dot(expanded, next_weight.load([0, start]).T, total)
     total += tl.load(next_bias + tl.arange(0, REDUCED))[None, :]
-    reduced.store([pixel, 0], tl.maximum(total, 0.0).to(reduced.dtype))
+    total = tl.maximum(total, 0.0).to(reduced.dtype)
+    reduced.store([image, row, column, 0], total.reshape(1, ROWS, COLUMNS, REDUCED))

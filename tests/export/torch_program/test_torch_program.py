@@ -11,7 +11,11 @@ from torch.nn import functional as F
 
 from maskrcnn_trt.export.bundle import bundle_from_checkpoint, model_for_export
 from maskrcnn_trt.export.errors import EngineError
-from maskrcnn_trt.export.torch_program.fused_graph import fuse_blocks, fuse_convolutions
+from maskrcnn_trt.export.torch_program.fused_graph import (
+    fuse_blocks,
+    fuse_convolutions,
+    fuse_middle_convolutions,
+)
 from maskrcnn_trt.export.torch_program.fused_modules import optimize_for_gpu
 from maskrcnn_trt.export.torch_program.program import Compilation, compile_programs, write_program
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
@@ -155,6 +159,13 @@ def test_blocks_are_fused_with_the_next_ones() -> None:
     # The first convolution of the first block, and the last one of the last block.
     assert found["maskrcnn.gemm_convolution.default"] == 2
     assert not found["maskrcnn.pointwise_convolution.default"]
+    torch.testing.assert_close(program.module()(images), expected, rtol=1e-2, atol=1e-2)
+    # Both transitions follow a 3x3 convolution.
+    assert found["maskrcnn.cudnn_convolution.default"] == 3
+    fuse_middle_convolutions(program)
+    found = operations_in(program)
+    assert found["maskrcnn.block_transition.default"] == 2
+    assert found["maskrcnn.cudnn_convolution.default"] == 1
     torch.testing.assert_close(program.module()(images), expected, rtol=1e-2, atol=1e-2)
 
 

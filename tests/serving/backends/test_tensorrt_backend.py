@@ -135,9 +135,7 @@ def test_torch_tensors_on_the_gpu(trt: FakeTensorRT, load_beside_torch: Load) ->
     backend.close()
 
 
-def test_engine_from_file_to_response_with_torch(
-    load_beside_torch: Load, tmp_path: Path
-) -> None:
+def test_engine_from_file_to_response_with_torch(load_beside_torch: Load, tmp_path: Path) -> None:
     """Black images are decoded, computed and encoded on the GPU."""
     pytest.importorskip("torch")
     loader = BundleLoader(tmp_path, fake_bundle(tmp_path), "fp16", "tensorrt", MAX_BATCH)
