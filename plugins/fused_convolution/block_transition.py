@@ -33,11 +33,11 @@ _MAX_INPUTS = 128  # inputs of the last convolution, and of the shortcut's
 _MAX_OUTPUTS = 512  # outputs of the residual block
 _MAX_REDUCED = 256  # outputs of the next block's first convolution
 _MAX_REDUCED_WITH_SHORTCUT = 128  # the same outputs, if the shortcut has a convolution
-# Shape of the middle convolutions for which the fused kernel is faster than separate kernels.
-_MIDDLE_SHAPE = (64, 64, 3, 3)
+# Maximum number of channels of the middle convolution, and of one that is always faster fused.
+_MAX_MIDDLE, _FASTER_MIDDLE = 128, 64
 
-# Compute capability on which the fused kernel was always faster than separate kernels. There, the
-# separate kernels are not measured.
+# Compute capability on which the fused kernel was always faster than separate kernels, except for
+# some middle convolutions. There, the separate kernels are not measured.
 _MEASURED_CAPABILITY = (9, 0)
 
 
@@ -66,7 +66,11 @@ def can_fuse_middle(weight: Tensor) -> bool:
 
     `weight` is [C, C, K, K]. The convolution must have stride 1 and keep the height and width.
     """
-    return tuple(weight.shape) == _MIDDLE_SHAPE
+    outputs, inputs, *size = weight.shape
+    power = outputs & (outputs - 1) == 0
+    return (
+        power and outputs == inputs and _MIN_CHANNELS <= outputs <= _MAX_MIDDLE and size == [3, 3]
+    )
 
 
 @torch.library.custom_op("maskrcnn::block_transition", mutates_args=(), device_types="cpu")
@@ -88,8 +92,9 @@ def block_transition(
     the shortcut's convolution. The operation has no gradient.
 
     On a GPU, the first call with new shapes measures launch parameters of the fused kernel. If the
-    GPU's compute capability is not 9.0, the call also measures separate convolutions. This process
-    and later ones use the fastest implementation.
+    GPU's compute capability is not 9.0, or the middle convolution has more than 64 channels, the
+    call also measures separate convolutions. This process and later ones use the fastest
+    implementation.
 
     Args:
         images: [B, C, H, W], input of the block's last convolution, or of its middle convolution if
@@ -180,20 +185,24 @@ def _(
         return output, reduced
 
     def separate() -> tuple[Tensor, Tensor]:
-        source, residual = images, shortcut
         if middle_weight is not None and middle_bias is not None:
             window = [1, 1], [1, 1], [1, 1]
-            source = cudnn_convolution(images, middle_weight, middle_bias, *window, True)
+            middle = cudnn_convolution(images, middle_weight, middle_bias, *window, True)
+            others = shortcut, shortcut_weight, shortcut_bias, next_weight, next_bias
+            result: tuple[Tensor, Tensor] = block_transition(middle, weight, bias, *others)
+            return result
+        residual = shortcut
         if shortcut_weight is not None and shortcut_bias is not None:
             residual = gemm_convolution(shortcut, shortcut_weight, shortcut_bias, None, False)
-        output = gemm_convolution(source, weight, bias, residual, True)
+        output = gemm_convolution(images, weight, bias, residual, True)
         return output, gemm_convolution(output, next_weight, next_bias, None, True)
 
     candidates = fastest_blocks(tensors)
     implementations: list[Callable[[], tuple[Tensor, Tensor]]] = [
         partial(fused, blocks) for blocks in candidates
     ]
-    if torch.cuda.get_device_capability(images.device) != _MEASURED_CAPABILITY:
+    is_measured = torch.cuda.get_device_capability(images.device) == _MEASURED_CAPABILITY
+    if not is_measured or (middle_weight is not None and len(middle_weight) > _FASTER_MIDDLE):
         implementations.append(separate)
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     key = "block_transition", images.dtype, shapes, candidates

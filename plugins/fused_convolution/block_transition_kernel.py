@@ -7,9 +7,9 @@ import triton
 from torch import Tensor
 from triton import language as tl
 from triton.runtime.errors import OutOfResources
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .libraries import UnsupportedError
+from .pointwise_kernel import descriptor
 
 
 class Blocks(NamedTuple):
@@ -23,8 +23,12 @@ class Blocks(NamedTuple):
     warps: int
     # Pipeline stages: number of groups of `channels` whose inputs are in shared memory at once.
     stages: int
-    # The same for the 3x3 convolution: number of its nine products.
+    # The same for the middle convolution: number of products of `_BLOCK_K` input channels.
     middle_stages: int = 0
+
+
+# Number of input channels that the middle convolution multiplies at a time.
+_BLOCK_K = 64
 
 
 def fastest_blocks(tensors: Mapping[str, Tensor]) -> tuple[Blocks, ...]:
@@ -35,6 +39,9 @@ def fastest_blocks(tensors: Mapping[str, Tensor]) -> tuple[Blocks, ...]:
     """
     reduced = len(tensors["next_weight"])
     if "middle_weight" in tensors:
+        if tensors["images"].shape[3] > 64:
+            many = Blocks(8, 8, 32, 4, 3, 3) if reduced <= 128 else Blocks(4, 32, 64, 8, 3, 4)
+            return many, Blocks(8, 8, 64, 4, 3, 3)
         if reduced <= 64:
             return Blocks(8, 16, 64, 4, 3, 4), Blocks(8, 8, 64, 4, 3, 3)
         return Blocks(8, 16, 32, 4, 3, 3), Blocks(8, 8, 64, 4, 2, 3)
@@ -63,28 +70,29 @@ def launch_block_transition(tensors: Mapping[str, Tensor], blocks: Blocks) -> No
     Raises:
         UnsupportedError: the GPU has too little shared memory for `blocks`.
     """
-    has_shortcut_weight = "shortcut_weight" in tensors
+    has_shortcut_weight, has_middle = (
+        f"{name}_weight" in tensors for name in ("shortcut", "middle")
+    )
     batch, height, width, channels = tensors["images"].shape
     reduced, outputs = tensors["next_weight"].shape
     tile = (1, blocks.rows, blocks.columns)
     # For each tensor, the sizes of the part that the kernel reads or writes at once. -1: all.
     shapes = {
-        "images": (*tile, -1),
+        "images": (*tile, _BLOCK_K if has_middle else -1),
         "weight": (blocks.channels, -1),
         "shortcut": (*tile, -1 if has_shortcut_weight else blocks.channels),
         "shortcut_weight": (blocks.channels, -1),
         "next_weight": (-1, blocks.channels),
-        "middle_weight": (-1, channels),
+        "middle_weight": (-1, _BLOCK_K),
         "output": (*tile, blocks.channels),
         "reduced": (*tile, -1),
     }
     missing = dict.fromkeys(("shortcut_weight", "shortcut_bias", "middle_weight", "middle_bias"))
     arguments: dict[str, Any] = {**missing, **tensors}
     for name in shapes.keys() & tensors.keys():
-        shape = tensors[name].shape
-        block = [size if own < 0 else own for own, size in zip(shapes[name], shape, strict=True)]
-        # The two views replace strides of dimensions of size 1, which TMA would reject.
-        arguments[name] = TensorDescriptor.from_tensor(tensors[name].view(-1).view(shape), block)
+        sides = zip(shapes[name], tensors[name].shape, strict=True)
+        block = [size if own < 0 else own for own, size in sides]
+        arguments[name] = descriptor(tensors[name], block)
     grid = triton.cdiv(width, blocks.columns), triton.cdiv(height, blocks.rows), batch
     try:
         _block_transition[grid](
@@ -95,6 +103,7 @@ def launch_block_transition(tensors: Mapping[str, Tensor], blocks: Blocks) -> No
             ROWS=blocks.rows,
             COLUMNS=blocks.columns,
             BLOCK_N=blocks.channels,
+            BLOCK_K=_BLOCK_K,
             STAGES=blocks.stages,
             MIDDLE_STAGES=blocks.middle_stages,
             num_warps=blocks.warps,
@@ -123,6 +132,7 @@ def _block_transition(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     MIDDLE_STAGES: tl.constexpr,
 ):
@@ -140,10 +150,12 @@ def _block_transition(  # type: ignore[no-untyped-def]
         a = images.load([image, row, column, 0]).reshape(PIXELS, CHANNELS)
     else:
         middle = tl.zeros((PIXELS, CHANNELS), tl.float32)
-        for tap in tl.range(0, 9, num_stages=MIDDLE_STAGES):
-            shifted = images.load([image, row + tap // 3 - 1, column + tap % 3 - 1, 0])
-            own_weight = middle_weight.load([0, tap * CHANNELS])
-            middle = tl.dot(shifted.reshape(PIXELS, CHANNELS), own_weight.T, middle)
+        parts: tl.constexpr = CHANNELS // BLOCK_K
+        for step in tl.range(0, 9 * parts, num_stages=MIDDLE_STAGES):
+            tap, first = step // parts, step % parts * BLOCK_K
+            shifted = images.load([image, row + tap // 3 - 1, column + tap % 3 - 1, first])
+            own_weight = middle_weight.load([0, tap * CHANNELS + first])
+            middle = tl.dot(shifted.reshape(PIXELS, BLOCK_K), own_weight.T, middle)
         middle += tl.load(middle_bias + tl.arange(0, CHANNELS))[None, :]
         a = tl.maximum(middle, 0.0).to(output.dtype)
     if shortcut_weight is not None:

@@ -1,7 +1,8 @@
 """`maskrcnn::convolution_relu` and `maskrcnn::pointwise_convolution`: fused convolutions.
 
 Both can add a residual map before they write the result. `convolution_relu` always applies a ReLU,
-`pointwise_convolution` only on request. Fusing these steps saves memory traffic.
+`pointwise_convolution` only on request. Fusing these steps saves memory traffic. In some cases,
+`pointwise_convolution` is computed by `maskrcnn::upsampling_convolution`.
 """
 
 # On a GPU, cuDNN computes `convolution_relu`. For float16 and bfloat16, a Triton kernel computes
@@ -117,11 +118,46 @@ def pointwise_convolution(
     if images.dtype not in HALF_TYPES:
         in_torch: Tensor = _pointwise_in_torch(images, weight, bias, residual, stride, relu)
         return in_torch
-    from .pointwise_kernel import launch_pointwise_convolution
+    from .pointwise_kernel import can_keep_weight, launch_pointwise_convolution
 
     output = empty_pointwise_output(images, weight, stride)
+    is_upsampled = residual is not None and residual.shape[2] != output.shape[2]
+    if is_upsampled and not relu and can_keep_weight(images, len(weight)):
+        assert residual is not None
+        upsampling: Tensor = upsampling_convolution(images, weight, bias, residual)
+        return upsampling
     launch_pointwise_convolution(images, weight, bias, residual, output, stride, relu)
     return output
+
+
+@torch.library.custom_op("maskrcnn::upsampling_convolution", mutates_args=(), device_types="cuda")
+def upsampling_convolution(images: Tensor, weight: Tensor, bias: Tensor, coarse: Tensor) -> Tensor:
+    """Compute a 1x1 convolution with N output channels, plus an upsampled map.
+
+    The operation is part of `pointwise_convolution`, and has no gradient of its own. It is opaque
+    to torch's compiler, which does not support tensor descriptors as arguments of Triton kernels.
+
+    Args:
+        images: [B, C, H, W], float16 or bfloat16.
+        weight: [N, C, 1, 1].
+        bias: [N].
+        coarse: [B, N, H / 2, W / 2], which is upsampled by repetition.
+
+    Returns:
+        [B, N, H, W], channels-last.
+    """
+    from .pointwise_kernel import launch_upsampling_convolution
+
+    images, coarse = (x.contiguous(memory_format=torch.channels_last) for x in (images, coarse))
+    output = empty_pointwise_output(images, weight)
+    if output.numel():
+        launch_upsampling_convolution(images, weight.contiguous(), bias, coarse, output)
+    return output
+
+
+@upsampling_convolution.register_fake
+def _(images: Tensor, weight: Tensor, bias: Tensor, coarse: Tensor) -> Tensor:
+    return empty_pointwise_output(images, weight)
 
 
 @pointwise_convolution.register_kernel("cpu")  # type: ignore[untyped-decorator]

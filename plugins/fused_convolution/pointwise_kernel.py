@@ -1,5 +1,6 @@
-"""Triton kernel of `maskrcnn::pointwise_convolution`: a matrix product over all pixels."""
+"""Triton kernels of the 1x1 convolutions in `operation.py`: matrix products over all pixels."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 from triton import language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..runtime.launching import shared_memory_limit
 
@@ -18,10 +20,12 @@ _NARROW: dict[str, Any] = {"BLOCK_M": 128, "BLOCK_N": 16, "num_warps": 4, "num_s
 _BLOCK_K = 64
 # Launch parameters of `_upsampling_convolution`, and the maximum number of input channels for which
 # a thread block's rows of the weight fit into shared memory.
-_RESIDENT: dict[str, Any] = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+_RESIDENT: dict[str, Any] = {"SIDE": 8, "BLOCK_N": 64, "num_warps": 4}
 _RESIDENT_CHANNELS = 256
-# Bytes of shared memory that a thread block needs for `_RESIDENT_CHANNELS` input channels.
-_RESIDENT_BYTES = 212_992
+# Number of thread blocks per multiprocessor, and bytes of shared memory that each of them needs for
+# `_RESIDENT_CHANNELS` input channels.
+_RESIDENT_BLOCKS = 2
+_RESIDENT_BYTES = 110_624
 # Maximum number of input channels for which `_SHALLOW` is used.
 _SHALLOW_CHANNELS = 128
 
@@ -47,9 +51,6 @@ def launch_pointwise_convolution(
     if residual is not None:
         residual = residual.contiguous(memory_format=torch.channels_last)
         shift = int(residual.shape[2] != rows)
-        if shift and stride == 1 and not relu and _can_keep_weight(images, outputs):
-            _launch_upsampling_convolution(images, weight, bias, residual, output)
-            return
     shallow = channels <= _SHALLOW_CHANNELS
     blocks = _NARROW if outputs <= 16 else _SHALLOW if shallow else _DEEP
     grid = (
@@ -79,85 +80,98 @@ def launch_pointwise_convolution(
     )
 
 
-def _can_keep_weight(images: Tensor, outputs: int) -> bool:
-    """Return whether the kernel `_upsampling_convolution` supports `images` [B, C, H, W].
+def can_keep_weight(images: Tensor, outputs: int) -> bool:
+    """Return whether `launch_upsampling_convolution` supports `images` [B, C, H, W] on a GPU.
 
-    The kernel supports certain numbers of input and output channels, and needs a GPU with enough
-    shared memory. `outputs` is the number of output channels.
+    It supports certain numbers of input and output channels, and needs a GPU with enough shared
+    memory. `outputs` is the number of output channels.
     """
     channels = images.shape[1]
     power = channels & (channels - 1) == 0
     suits = 64 <= channels <= _RESIDENT_CHANNELS and outputs % _RESIDENT["BLOCK_N"] == 0
-    fits = images.is_cuda and shared_memory_limit(images.device) >= _RESIDENT_BYTES
+    fits = shared_memory_limit(images.device) >= _RESIDENT_BLOCKS * _RESIDENT_BYTES
     return power and suits and fits
 
 
-def _launch_upsampling_convolution(
-    images: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, output: Tensor
+def launch_upsampling_convolution(
+    images: Tensor, weight: Tensor, bias: Tensor, coarse: Tensor, output: Tensor
 ) -> None:
+    """Queue the Triton kernel of `upsampling_convolution`.
+
+    The kernel writes its result to `output`. All maps must be channels-last, and `weight`
+    contiguous. `can_keep_weight` must be true.
+    """
     batch, outputs, rows, columns = output.shape
-    parts = outputs // _RESIDENT["BLOCK_N"]
+    channels, side, block = images.shape[1], _RESIDENT["SIDE"], _RESIDENT["BLOCK_N"]
+    parts = outputs // block
     multiprocessors = torch.cuda.get_device_properties(images.device).multi_processor_count
-    blocks = max(1, multiprocessors // parts)
-    wrap_triton(_upsampling_convolution)[(blocks * parts,)](
-        images,
-        weight,
+    blocks = max(1, _RESIDENT_BLOCKS * multiprocessors // parts)
+    tiles = triton.cdiv(rows, side), triton.cdiv(columns, side)
+    images, coarse, output = (x.permute(0, 2, 3, 1) for x in (images, coarse, output))
+    _upsampling_convolution[(blocks * parts,)](
+        descriptor(images, (1, side, side, channels)),
+        descriptor(weight.flatten(1), (block, channels)),
         bias,
-        residual,
-        output,
-        batch * rows * columns,
+        descriptor(coarse, (1, side // 2, side // 2, block)),
+        descriptor(output, (1, side, side, block)),
+        batch * tiles[0] * tiles[1],
+        ROWS=tiles[0],
+        COLUMNS=tiles[1],
+        CHANNELS=channels,
         OUTPUTS=outputs,
-        CHANNELS=images.shape[1],
-        ROWS=rows,
-        COLUMNS=columns,
         BLOCKS=blocks,
-        STAGES=_RESIDENT["num_stages"],
         **_RESIDENT,
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+def descriptor(tensor: Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """Return the descriptor with which a kernel reads or writes a part of a tensor at once.
+
+    `tensor` is contiguous and 16-byte aligned. `block` is the shape of the part.
+    """
+    # The two views replace the strides of dimensions of size 1, which can be unaligned.
+    return TensorDescriptor.from_tensor(tensor.view(-1).view(tensor.shape), list(block))
+
+
+@triton.jit(do_not_specialize=["tiles"])  # type: ignore[untyped-decorator]
 def _upsampling_convolution(  # type: ignore[no-untyped-def]
     images,
     weight,
     bias,
-    residual,
+    coarse,
     output,
-    pixels,
-    OUTPUTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    tiles,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    SIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute a 1x1 convolution, and add a residual map that is upsampled by a factor of two.
+    """Compute a 1x1 convolution, and add a map that is upsampled by a factor of two.
 
-    No ReLU is applied. A thread block keeps BLOCK_N rows of the weight, one per output channel, in
-    shared memory while it computes many tiles of BLOCK_M pixels. BLOCKS thread blocks keep the same
-    rows, and each of them computes a part of the tiles.
+    A thread block keeps BLOCK_N rows of the weight, one per output channel, in shared memory while
+    it computes many tiles of SIDE x SIDE pixels. BLOCKS thread blocks keep the same rows, and each
+    of them computes a part of the tiles. An image has ROWS x COLUMNS tiles. All maps are tensor
+    descriptors: the tensor memory accelerator (TMA) copies their blocks, and does not copy pixels
+    outside of a map.
     """
+    HALF: tl.constexpr = SIDE // 2
     parts: tl.constexpr = OUTPUTS // BLOCK_N
-    channel_out = tl.program_id(0) % parts * BLOCK_N + tl.arange(0, BLOCK_N)
-    channel_in = tl.arange(0, CHANNELS)
-    b = tl.load(weight + channel_out[None, :] * CHANNELS + channel_in[:, None])
-    offset = tl.load(bias + channel_out)[None, :]
-    tiles = tl.cdiv(pixels, BLOCK_M)
-    for tile in tl.range(tl.program_id(0) // parts, tiles, BLOCKS, num_stages=STAGES):
-        pixel = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        is_pixel = (pixel < pixels)[:, None]
-        image, index = pixel // (ROWS * COLUMNS), pixel % (ROWS * COLUMNS)
-        row, column = index // COLUMNS, index % COLUMNS
-        coarse = (image * (ROWS // 2) + row // 2) * (COLUMNS // 2) + column // 2
-        pixel = pixel[:, None].to(tl.int64)
-        a = tl.load(images + pixel * CHANNELS + channel_in[None, :], mask=is_pixel, other=0.0)
-        total = tl.dot(a, b) + offset
-        place = coarse[:, None].to(tl.int64) * OUTPUTS + channel_out[None, :]
-        total += tl.load(residual + place, mask=is_pixel, other=0.0)
-        place = pixel * OUTPUTS + channel_out[None, :]
-        tl.store(output + place, total.to(output.dtype.element_ty), mask=is_pixel)
+    channel = tl.program_id(0) % parts * BLOCK_N
+    b = weight.load([channel, 0]).T
+    offset = tl.load(bias + channel + tl.arange(0, BLOCK_N))[None, :]
+    for tile in tl.range(tl.program_id(0) // parts, tiles, BLOCKS, num_stages=3):
+        column = tile % COLUMNS * SIDE
+        row = tile // COLUMNS % ROWS * SIDE
+        image = tile // COLUMNS // ROWS
+        a = images.load([image, row, column, 0]).reshape(SIDE * SIDE, CHANNELS)
+        added = coarse.load([image, row // 2, column // 2, channel])
+        added = added.reshape(HALF, 1, HALF, 1, BLOCK_N)
+        added = tl.broadcast_to(added, (HALF, 2, HALF, 2, BLOCK_N)).reshape(SIDE * SIDE, BLOCK_N)
+        total = (tl.dot(a, b) + added + offset).to(output.dtype)
+        output.store([image, row, column, channel], total.reshape(1, SIDE, SIDE, BLOCK_N))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -31,6 +31,8 @@ SIZES = {
     "middle of the second block": ((19, 33), (64, 0, 256, 64), 3),
     "middle of the last block": ((10, 14), (64, 0, 256, 128), 3),
     "few pixels in the middle": ((1, 1), (64, 0, 64, 64), 3),
+    "middle of res3": ((10, 14), (128, 0, 512, 128), 3),
+    "middle of the last block of res3": ((9, 37), (128, 0, 512, 256), 3),
     "many pixels in the middle": ((101, 115), (64, 0, 256, 64), 3),
 }
 
