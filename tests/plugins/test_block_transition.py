@@ -157,8 +157,12 @@ def test_wrong_arguments_raise(index: int, change: Callable[[Tensor], Tensor | N
         block_transition(*arguments)
 
 
-def run_in_interpreter(arguments: list[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    """Run the Triton kernel on a CPU with all its launch parameters. Needs TRITON_INTERPRET=1."""
+def results_of_all_blocks(arguments: list[Tensor | None]) -> list[list[Tensor]]:
+    """Run the Triton kernel with all its launch parameters. On a CPU, it needs TRITON_INTERPRET=1.
+
+    Returns:
+        for each choice of launch parameters, the two results [B * H * W, channels].
+    """
     from maskrcnn_trt.plugins.fused_convolution.block_transition_kernel import (
         fastest_blocks,
         launch_block_transition,
@@ -175,16 +179,29 @@ def run_in_interpreter(arguments: list[Tensor | None]) -> list[tuple[Tensor, Ten
     for name in ("images", "shortcut"):
         if "middle_weight" not in tensors:
             tensors[name] = tensors[name].reshape(1, 1, -1, tensors[name].shape[3])
-    pixels = tensors["images"].shape[:3]
+    images = tensors["images"]
     results = []
     for blocks in fastest_blocks(tensors):
         output, reduced = (
-            torch.empty(*pixels, len(tensors[name]), dtype=torch.float16)
+            images.new_empty(*images.shape[:3], len(tensors[name]))
             for name in ("weight", "next_weight")
         )
         launch_block_transition({**tensors, "output": output, "reduced": reduced}, blocks)
-        results.append((output.flatten(0, 2), reduced.flatten(0, 2)))
+        results.append([output.flatten(0, 2), reduced.flatten(0, 2)])
     return results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sides", "channels", "middle"), SIZES.values(), ids=list(SIZES))
+def test_all_launch_parameters_give_the_same_results(
+    sides: tuple[int, int], channels: tuple[int, int, int, int], middle: int
+) -> None:
+    arguments = random_arguments(sides, channels, middle, torch.float16, "cuda")
+    on_cpu = [None if tensor is None else tensor.cpu() for tensor in arguments]
+    expected = [result.movedim(1, -1).flatten(0, 2) for result in block_transition(*on_cpu)]
+    for results in results_of_all_blocks(arguments):
+        actual = [result.cpu() for result in results]
+        torch.testing.assert_close(actual, expected, rtol=4e-3, atol=4e-3)
 
 
 def test_interpreted_kernel_equals_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +213,11 @@ def test_interpreted_kernel_equals_the_operation(monkeypatch: pytest.MonkeyPatch
         if max(sides) < 100
     ]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        for arguments, results in zip(cases, process.map(run_in_interpreter, cases), strict=True):
+        found = process.map(results_of_all_blocks, cases)
+        for arguments, results in zip(cases, found, strict=True):
             expected = [x.movedim(1, -1).flatten(0, 2) for x in block_transition(*arguments)]
             for actual in results:
-                torch.testing.assert_close(list(actual), expected, rtol=4e-3, atol=4e-3)
+                torch.testing.assert_close(actual, expected, rtol=4e-3, atol=4e-3)
 
 
 def test_any_memory_format(device: str) -> None:
