@@ -162,6 +162,8 @@ def export(
 
     Options with several values take them one after another, as in --precision fp32 fp16.
     """
+    from ..model.image_decoding import decode_image
+    from ..model.image_files import errors_of_file, read_image_file
     from .bundle import bundle_from_checkpoint
     from .engines.build import builders_from_options
     from .output_folder import copy_samples, sample_images
@@ -180,6 +182,9 @@ def export(
             "whole; choose a folder outside of it"
         )
     image_paths = [] if not images else _images_in(Path(images), "--verify")
+    for path in image_paths:  # now, because the export can take minutes
+        with errors_of_file(path):
+            decode_image(read_image_file(path))
     sample_paths = sample_images(_images_in(Path(samples), "--samples")) if samples else []
     if samples and not sample_paths:
         raise click.BadParameter(

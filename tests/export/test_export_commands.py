@@ -16,6 +16,7 @@ from maskrcnn_trt.export import commands
 from maskrcnn_trt.export.errors import EngineError
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest, verified_path
 from maskrcnn_trt.model.checkpoint import CheckpointError
+from maskrcnn_trt.model.image_limits import ImageError
 
 export = partial(invoke, commands.export)
 
@@ -140,6 +141,15 @@ def test_unusable_paths_are_errors_before_the_export(
     assert result.exit_code == 2
     assert fact.format(tmp_path) in result.output
     assert {path.name for path in tmp_path.iterdir()} == {"file", "empty"}
+
+
+def test_damaged_images_are_errors_before_the_export(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.jpg").write_bytes(b"not an image")
+    result = export(tiny_checkpoint, "-o", tmp_path / "bundle", "--verify", tmp_path / "images")
+    assert isinstance(result.exception, ImageError)
+    assert "images/a.jpg" in str(result.exception)
+    assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.usefixtures("quick_graphs")
