@@ -70,9 +70,9 @@ class Telemetry:
         timings: list[Timing] = []
         failure: BaseException | None = None
         start = time.monotonic()
+        self.metrics.requests_in_progress += 1
         try:
-            with self.metrics.in_progress.track_inprogress():
-                yield timings
+            yield timings
         except ModelNotFoundError as error:
             failure, logged_name = error, None
             self.metrics.count_rejected_call(error)
@@ -85,6 +85,7 @@ class Telemetry:
             statistics = self.metrics.statistics[name, version]
             statistics.count_success(timings, time.monotonic() - start)
         finally:
+            self.metrics.requests_in_progress -= 1
             self._access_log.log_request(
                 logged_name,
                 peer,
