@@ -6,6 +6,7 @@ import ipaddress
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import unquote
 
@@ -17,6 +18,7 @@ from ..errors import ForbiddenError, QueueFullError, ServingError, Unauthenticat
 from ..grpc_status import CallContext, status_and_message
 from ..pipeline.pipeline import ModelRepository
 from ..pipeline.shared_resources import current_client
+from .listener import MAX_HANDLERS
 from .message_reader import MESSAGES_PER_SLOT, PendingMessages, call_handler
 
 _log = logging.getLogger(__name__)
@@ -171,6 +173,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._messages = PendingMessages(MESSAGES_PER_SLOT * config.queue_size - public)
         # Number of open public calls by connection.
         self._public_calls = Counter[str]()
+        self._with_checks = lru_cache(MAX_HANDLERS)(self._checked)
 
     def stop(self) -> None:
         """Stop waiting for request messages.
@@ -189,7 +192,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         handler = await continuation(handler_call_details)
         if handler is None:  # unknown method: gRPC responds with UNIMPLEMENTED
             return handler
-        method = handler_call_details.method
+        return self._with_checks(handler, handler_call_details.method)
+
+    def _checked(self, handler: _Handler, method: str) -> _Handler:
         handle = call_handler(handler, self.pending_messages(method), self._timeout_s)
 
         # gRPC's request iterator (the first argument) is not used, because it keeps a reference to

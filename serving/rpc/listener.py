@@ -6,6 +6,7 @@ import resource
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -40,6 +41,9 @@ _MAX_PENDING_CALLS = 32 * _MAX_STREAMS
 _CLIENT_PING_MS = 10_000
 # Maximum number of HTTP connections that the kernel holds until the server accepts them.
 BACKLOG = 1024
+# Maximum number of wrapped handlers that an interceptor keeps. The server has fewer methods, but
+# clients choose the names of unsupported methods, which get handlers too.
+MAX_HANDLERS = 64
 # Number of file descriptors that the process needs in addition to those of connections.
 _OTHER_FILES = 256
 
@@ -177,6 +181,7 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
+        self._with_ids = lru_cache(MAX_HANDLERS)(self._traced)
 
     async def intercept_service(
         self,
@@ -188,15 +193,13 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
         method = handler_call_details.method
         if handler is None or method.startswith("/grpc."):
             return handler
+        return self._with_ids(handler, method)
+
+    def _traced(self, handler: _Handler, method: str) -> _Handler:
         sides = (handler.request_streaming, handler.response_streaming)
         kind = "_".join("stream" if streaming else "unary" for streaming in sides)
-        return getattr(grpc, f"{kind}_rpc_method_handler")(
-            self._traced(getattr(handler, kind), method),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
+        behaviour: _Behaviour = getattr(handler, kind)
 
-    def _traced(self, behaviour: _Behaviour, method: str) -> _Behaviour:
         async def traced(request: Any, context: Any) -> Any:
             metadata = dict(context.invocation_metadata() or ())
             call_id = name_call(str(metadata.get(REQUEST_ID_KEY, "")))
@@ -204,7 +207,9 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
             with self._tracer.call(method, context):
                 return await behaviour(request, context)
 
-        return traced
+        return getattr(grpc, f"{kind}_rpc_method_handler")(
+            traced, handler.request_deserializer, handler.response_serializer
+        )
 
 
 def server_options(config: ServeConfig, front_ends: int = 0) -> list[tuple[str, int]]:
