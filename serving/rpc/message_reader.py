@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -56,8 +58,12 @@ class PendingMessages:
     def __init__(self, capacity: int) -> None:
         """Allow up to `capacity` calls to wait for their message at the same time."""
         self._capacity = capacity
-        # Connection of each wait, the oldest first.
-        self._waits: dict[asyncio.Timeout, str] = {}
+        # Connection and deadline of each wait, the oldest first. Deadlines are in seconds of
+        # `time.monotonic`.
+        self._waits: dict[asyncio.Timeout, tuple[str, float]] = {}
+        # Timer of the earliest deadline, or of an earlier one. All waits share one timer, because
+        # starting and cancelling a timer per wait takes longer than most other steps of a call.
+        self._timer: asyncio.TimerHandle | None = None
         self._is_stopped = False
 
     def stop(self) -> None:
@@ -85,8 +91,11 @@ class PendingMessages:
             raise StoppingError("the server is stopping")
         if len(self._waits) >= self._capacity:
             self._cancel_oldest()
-        wait = asyncio.timeout(timeout_s)
-        self._waits[wait] = context.peer()
+        wait = asyncio.timeout(None)
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._waits[wait] = context.peer(), deadline
+        if timeout_s is not None and self._timer is None:
+            self._start_timer(timeout_s)
         try:
             async with wait:
                 message = await context.read()
@@ -109,10 +118,23 @@ class PendingMessages:
             self._waits.pop(wait, None)
 
     def _cancel_oldest(self) -> None:
-        ((peer, _),) = Counter(self._waits.values()).most_common(1)
-        oldest = next(wait for wait, other in self._waits.items() if other == peer)
+        ((peer, _),) = Counter(other for other, _ in self._waits.values()).most_common(1)
+        oldest = next(wait for wait, (other, _) in self._waits.items() if other == peer)
         del self._waits[oldest]
         _cancel(oldest)
+
+    def _start_timer(self, delay_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_expired)
+
+    def _end_expired(self) -> None:
+        """Cancel the waits whose deadlines have passed, and start the timer for the others."""
+        self._timer, now = None, time.monotonic()
+        for wait, (_, deadline) in self._waits.items():
+            if deadline <= now:
+                _cancel(wait)
+        later = (deadline for _, deadline in self._waits.values() if now < deadline < math.inf)
+        if earliest := min(later, default=None):
+            self._start_timer(earliest - now)
 
 
 def _cancel(wait: asyncio.Timeout) -> None:
