@@ -33,7 +33,7 @@ def size_of_usual_jpeg(data: bytes) -> tuple[int, int] | None:
         position += 2 + int.from_bytes(data[position + 2 : start])
         segment = data[start:position]
         if marker == _START_OF_SCAN:
-            height, width = (int.from_bytes(frame[at : at + 2]) for at in (1, 3))
+            height, width = int.from_bytes(frame[1:3]), int.from_bytes(frame[3:5])
             has_all = segment[:1] == frame[5:6] != b""
             fits = height * width <= MAX_PIXELS_PER_BYTE * (len(data) - position)
             return (height, width) if has_all and fits else None

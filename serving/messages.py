@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,10 +80,19 @@ def options_from_request(request: pb.DetectRequest) -> DetectionOptions:
         raise InvalidRequestError(
             f"mask_format is {request.mask_format}; it must be one of {', '.join(known)}"
         )
+    maximum = request.max_detections if request.HasField("max_detections") else None
+    return _detection_options(request.score_threshold, maximum, request.mask_format)
+
+
+# Most requests have the same options, and checking them takes longer than finding them here.
+@lru_cache
+def _detection_options(
+    score_threshold: float, max_detections: int | None, mask_format: pb.MaskFormat
+) -> DetectionOptions:
     return DetectionOptions(
-        score_threshold=request.score_threshold,
-        max_detections=request.max_detections if request.HasField("max_detections") else None,
-        mask_format=_MASK_FORMAT_FROM_NUMBER[request.mask_format],
+        score_threshold=score_threshold,
+        max_detections=max_detections,
+        mask_format=_MASK_FORMAT_FROM_NUMBER[mask_format],
     )
 
 

@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from io import FileIO
 from queue import Full, Queue
-from secrets import token_hex
 from typing import Final
 
 from .. import LOGGER
@@ -58,7 +57,7 @@ def name_call(client_id: str) -> str:
     Args:
         client_id: Request ID that the client sent. If it is empty or invalid, a random ID is set.
     """
-    call_id = client_id if client_id and _ID.fullmatch(client_id) else token_hex(16)
+    call_id = client_id if client_id and _ID.fullmatch(client_id) else os.urandom(16).hex()
     request_id.set(call_id)
     return call_id
 

@@ -3,8 +3,7 @@
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 from ...model.plurals import counted
 from ..errors import QueueFullError
@@ -134,11 +133,10 @@ class AdmissionController:
             f"{self._claimed[peer]}; try again later, or raise the server's --{setting}"
         )
 
-    @asynccontextmanager
-    async def acquire(
+    def acquire(
         self, peer: str, slots: int = 1, *, wait: bool = False
-    ) -> AsyncIterator[None]:
-        """Acquire admission slots for a request, and hold them within the `with` block.
+    ) -> AbstractAsyncContextManager[None]:
+        """Acquire admission slots for a request, and hold them within the `async with` block.
 
         Args:
             peer: gRPC peer of the request; it identifies the client's connection.
@@ -150,16 +148,15 @@ class AdmissionController:
                 waiting requests is full. A full queue rejects a request when it arrives, or later,
                 to make room for a newer request of another connection.
         """
+        return _Acquisition(self, peer, slots, wait=wait)
+
+    async def _acquire(self, peer: str, slots: int, *, wait: bool) -> None:
+        if self._is_free(slots):
+            self._hold(peer, slots)
+            return
         if not wait:
             self.check(peer, slots)
-        if not self._is_free(slots):
-            await self._wait(peer, slots)
-        else:
-            self._hold(peer, slots)
-        try:
-            yield
-        finally:
-            self._release(peer, slots)
+        await self._wait(peer, slots)
 
     async def _wait(self, peer: str, slots: int) -> None:
         self._make_room(peer)
@@ -240,6 +237,26 @@ class AdmissionController:
         if not queue:
             del self._waiting[peer]
         _add(self._claimed, peer, -waiter.slots)
+
+
+class _Acquisition(AbstractAsyncContextManager[None]):
+    """Context manager of `AdmissionController.acquire`."""
+
+    # A generator with the decorator `asynccontextmanager` would take several times as long.
+
+    def __init__(
+        self, controller: AdmissionController, peer: str, slots: int, *, wait: bool
+    ) -> None:
+        self._controller = controller
+        self._peer = peer
+        self._slots = slots
+        self._wait = wait
+
+    async def __aenter__(self) -> None:
+        await self._controller._acquire(self._peer, self._slots, wait=self._wait)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._controller._release(self._peer, self._slots)
 
 
 def _add(slots: Counter[str], peer: str, number: int) -> None:

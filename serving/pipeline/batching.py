@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ...model.bundle.manifest import BundleError
@@ -122,7 +123,7 @@ class Batcher(Generic[Item, Result]):
     @property
     def engines_up(self) -> int:
         """Number of workers that are up. Each worker has one engine."""
-        return sum(worker.is_up for worker in self._workers)
+        return sum(map(attrgetter("is_up"), self._workers))
 
     @property
     def gpus(self) -> list[int | None]:

@@ -269,7 +269,10 @@ class ModelRepository:
 
     def find_or_first(self, name: str) -> Pipeline:
         """Return the pipeline that serves the model `name`. If none does, return `first`."""
-        return next((own for own in self.pipelines if name in own.model.names), self.first)
+        for pipeline in self.pipelines:
+            if name in pipeline.model.names:
+                return pipeline
+        return self.first
 
     async def find_loadable(self, name: str) -> Pipeline:
         """Return the pipeline that serves or can load the model `name`.

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...model.bundle.spec import ShapeBucket
@@ -100,7 +101,7 @@ class Schedule(Generic[T]):
         tag = max(self._virtual_time, last) + _WEIGHT ** (scheduling.priority - 1)
         ticket = Ticket(item, bucket, now, scheduling.peer, scheduling.priority, tag)
         mine.append(ticket)
-        insort(self._queues[bucket], ticket, key=lambda other: other.service_tag)
+        insort(self._queues[bucket], ticket, key=attrgetter("service_tag"))
         return ticket
 
     def affects_next_start(self, bucket: ShapeBucket) -> bool:

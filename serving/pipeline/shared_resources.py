@@ -64,6 +64,7 @@ class OpenCalls:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._total = 0
         self._open = Counter[str]()
 
     def add(self, peer: str) -> None:
@@ -75,17 +76,19 @@ class OpenCalls:
         Raises:
             QueueFullError: the server or the connection has too many open calls.
         """
-        own, free = self._open[peer], self._limit - self._open.total() - 1
+        own, free = self._open[peer], self._limit - self._total - 1
         if free < 0 or own > _CALLS_PER_FREE_CALL * free:
             raise QueueFullError(
-                f"the server has {self._open.total()} open calls, {own} of them from this "
+                f"the server has {self._total} open calls, {own} of them from this "
                 f"connection, and accepts at most {self._limit}; try again later, or raise the "
                 "server's --queue-size"
             )
+        self._total += 1
         self._open[peer] += 1
 
     def remove(self, peer: str) -> None:
         """Stop counting a call that has ended."""
+        self._total -= 1
         self._open[peer] -= 1
         if not self._open[peer]:
             del self._open[peer]

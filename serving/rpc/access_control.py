@@ -43,6 +43,8 @@ _PUBLIC_CALLS_PER_CONNECTION = 8
 # `queue_size` divided by this number is the maximum number of public calls that wait for a request
 # message at a time. If `queue_size` is below 32, the maximum is the smaller of `queue_size` and 8.
 _SLOTS_PER_PUBLIC_MESSAGE = 4
+# Maximum number of peers whose hosts are cached.
+_MAX_HOSTS = 1024
 # Seconds for which a stopping server still receives messages that are in transit.
 _LAST_MESSAGES_S = 2.0
 
@@ -52,6 +54,7 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 T = TypeVar("T")
 
 
+@lru_cache(MAX_HANDLERS)
 def is_public(method: str) -> bool:
     """Return whether clients without a token may call `method` (`/package.Service/Method`).
 
@@ -238,7 +241,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         try:
             metadata = context.invocation_metadata() or ()
             current_client.set(self._policy.check(method, metadata, peer))
-            await self._admit(method, context)
+            await self._admit(method, peer, context)
             return await handle(context)
         except ServingError as error:
             self.record_rejection(method, peer, error)
@@ -248,7 +251,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         """Log and count a rejected call. It does not count as a failed request of a model."""
         self._models.resources.telemetry.reject_call(method, peer, error)
 
-    async def _admit(self, method: str, context: CallContext) -> None:
+    async def _admit(self, method: str, peer: str, context: CallContext) -> None:
         """Count a call as open until it ends. Apply admission control to `Detect` and `ModelInfer`.
 
         If admission control rejects the call, `context.abort` ends the call and raises
@@ -257,7 +260,6 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         Raises:
             QueueFullError: the server or the client's connection has too many open calls.
         """
-        peer = context.peer()
         if is_public(method):
             self._count_public_call(peer, context)
             return
@@ -306,6 +308,7 @@ def _unauthenticated() -> UnauthenticatedError:
     )
 
 
+@lru_cache(_MAX_HOSTS)
 def _host_of(peer: str) -> str:
     """Return the host of a peer, such as `127.0.0.1` for `ipv4:127.0.0.1:50000`."""
     return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
