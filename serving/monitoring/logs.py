@@ -222,6 +222,9 @@ class AccessLog:
             timings: Timing of each image; empty if the request failed.
             elapsed_s: Seconds from the request's arrival to its response.
         """
+        omitted = self._take(failure)
+        if omitted is None:
+            return
         fields: dict[str, object] = {"bytes": size, "images": len(timings)}
         if model:
             fields["model"] = model
@@ -232,20 +235,28 @@ class AccessLog:
         fields["total_ms"] = round(1000 * elapsed_s, 3)
         if _log.isEnabledFor(logging.DEBUG):
             fields["timings"] = [vars(timing) for timing in timings]
-        self._log(f"request for {model or 'an unknown model'}", peer, failure, fields)
+        self._log(f"request for {model or 'an unknown model'}", peer, failure, fields, omitted)
 
     def log_rejected_call(self, method: str, peer: str, failure: Exception) -> None:
         """Log a call that was rejected, perhaps before the server knew its model."""
-        self._log(f"call of {method}", peer, failure, {"method": method})
+        omitted = self._take(failure)
+        if omitted is not None:
+            self._log(f"call of {method}", peer, failure, {"method": method}, omitted)
+
+    def _take(self, failure: BaseException | None) -> int | None:
+        """Return the number of lines omitted before this one, or None to omit this one too."""
+        if not _log.isEnabledFor(logging.INFO):
+            return None
+        return self._samples[failure is None].take()
 
     def _log(
-        self, subject: str, peer: str, failure: BaseException | None, fields: Mapping[str, object]
+        self,
+        subject: str,
+        peer: str,
+        failure: BaseException | None,
+        fields: Mapping[str, object],
+        omitted: int,
     ) -> None:
-        if not _log.isEnabledFor(logging.INFO):
-            return
-        omitted = self._samples[failure is None].take()
-        if omitted is None:
-            return
         extra = {"peer": peer, "status": _status_of(failure), **fields}
         if omitted:
             extra["omitted"] = omitted

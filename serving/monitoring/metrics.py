@@ -116,7 +116,7 @@ class ModelStatistics:
         self._durations = _no_durations()
         # Number of images by the size of their batch.
         self._batches: Counter[int] = Counter()
-        self._batch_durations: dict[int, _Durations] = {}
+        self._batch_durations: defaultdict[int, _Durations] = defaultdict(_no_durations)
 
     def count_success(self, timings: Sequence[Timing], elapsed_s: float) -> None:
         """Count a successful request.
@@ -135,7 +135,7 @@ class ModelStatistics:
             for timing, durations in zip(timings, by_image, strict=True):
                 size = timing.batch_size
                 self._batches[size] += 1
-                _add(self._batch_durations.setdefault(size, _no_durations()), durations)
+                _add(self._batch_durations[size], durations)
 
     def count_failure(self, elapsed_s: float, reason: str) -> None:
         """Count a request that failed after `elapsed_s` s. `reason`: one of `TRITON_REASONS`."""
@@ -289,9 +289,15 @@ class Metrics:
             timing: Durations of the image's stages.
             elapsed_s: Seconds from the image's arrival to its detections.
         """
-        stages = timing.decode_us, timing.queue_us, timing.infer_us, timing.encode_us
-        seconds = (us / 1e6 for us in stages)
-        self._images.observe(model, precision, (*seconds, elapsed_s, timing.batch_size))
+        values = (
+            timing.decode_us / 1e6,
+            timing.queue_us / 1e6,
+            timing.infer_us / 1e6,
+            timing.encode_us / 1e6,
+            elapsed_s,
+            timing.batch_size,
+        )
+        self._images.observe(model, precision, values)
 
     def count_failure(
         self, name: str, version: str, error: BaseException, elapsed_s: float

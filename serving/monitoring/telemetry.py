@@ -27,9 +27,16 @@ _SERVER_ERRORS: Final = frozenset(
     }
 )
 
+# Context managers of calls and images that are not traced. They hold no state, so that all share
+# them.
+_NO_SPAN: Final = nullcontext()
+_NO_IMAGE_SPAN: Final[AbstractContextManager[Callable[[Timing], None]]] = nullcontext(
+    lambda timing: None
+)
+
 
 class Telemetry:
-    """Recorder of requests and images: updates metrics, logs requests, and traces images."""
+    """Recorder of requests: updates metrics and logs requests. Holds the tracer of the server."""
 
     def __init__(self, tracer: "Tracer | None" = None) -> None:
         """Create a recorder with new, empty metrics. If `tracer` is None, record no traces."""
@@ -107,26 +114,6 @@ class Telemetry:
         self.metrics.count_failure(model, version, error, elapsed_s=0)
         self._access_log.log_rejected_call(method, peer, error)
 
-    @contextmanager
-    def image(self, model: str, precision: str) -> Iterator[Callable[[Timing], None]]:
-        """Record metrics and a trace span of the image that is processed within the `with` block.
-
-        Args:
-            model: Name of the model.
-            precision: Precision of the model.
-
-        Yields:
-            Function to be called with the image's timing once the image is processed.
-        """
-        start = time.monotonic()
-        with self.tracer.image() as add_stages:
-
-            def record(timing: Timing) -> None:
-                self.metrics.count_image(model, precision, timing, time.monotonic() - start)
-                add_stages(timing)
-
-            yield record
-
 
 class Tracer:
     """Interface of tracers. This base class records nothing."""
@@ -138,7 +125,7 @@ class Tracer:
             method: Full method name, as `/package.Service/Method`.
             context: gRPC context of the call.
         """
-        return nullcontext()
+        return _NO_SPAN
 
     def http_request(
         self, method: str, route: str, context: CallContext
@@ -161,7 +148,7 @@ class Tracer:
         Yields:
             Function to be called with the image's timing once the image is processed.
         """
-        return nullcontext(lambda timing: None)
+        return _NO_IMAGE_SPAN
 
     def close(self) -> None:
         """Export the remaining spans."""

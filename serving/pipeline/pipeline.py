@@ -102,9 +102,10 @@ class Pipeline:
             BackendDownError, BackendError, BundleError: see `Batcher.infer`.
         """
         source, scheduling = request.source, request.scheduling
-        name, precision = model.manifest.model_name, scheduling.precision or model.precisions[0]
-        with self.telemetry.image(name, precision) as record_timing:
-            batcher = model.batcher(scheduling.precision)
+        precision = scheduling.precision or model.precisions[0]
+        start = time.monotonic()
+        with self.telemetry.tracer.image() as add_stages:
+            batcher = model.batcher(precision)
             host = HostProcessor(
                 options=request.options,
                 encoder=request.encoder,
@@ -128,7 +129,10 @@ class Pipeline:
                 )
             self._observe(decoded, result, encoded, batcher)
             timing = _total_timing(decoded, result, encoded)
-            record_timing(timing)
+            self.telemetry.metrics.count_image(
+                model.manifest.model_name, precision, timing, time.monotonic() - start
+            )
+            add_stages(timing)
             return TimedResponse(encoded.value.value, timing)
 
     async def _prepare(

@@ -367,10 +367,9 @@ def request_deadline(
     Raises:
         ExpiredError: when the context exits, because its body took longer than the limit.
     """
-    limits = [s for s in (timeout_s, server_timeout_s) if s is not None]
-    if not limits:
+    if timeout_s is None and server_timeout_s is None:
         return contextlib.nullcontext()
-    limit_s = min(limits)
+    limit_s = min(s for s in (timeout_s, server_timeout_s) if s is not None)
     owner, setting = "the server's", "--timeout-s of maskrcnn serve"
     if limit_s == timeout_s:
         owner = "its own"

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, Self
 
@@ -46,6 +47,26 @@ _COPIED: Final = frozenset(
 _Parse = Callable[[bytes], Any]
 
 
+@dataclass(eq=False, slots=True)
+class _Wait:
+    """Wait of a task for a request message."""
+
+    task: "asyncio.Task[Any]"
+    # gRPC peer of the call; it identifies the client's connection.
+    peer: str
+    # Time limit in seconds, and deadline in seconds of `time.monotonic`. May be infinite.
+    timeout_s: float
+    deadline: float
+    # Error that ended the wait. None: the wait goes on.
+    error: ServingError | None = None
+
+    def end(self, error: ServingError) -> None:
+        """Cancel the wait unless it is cancelled already. Its task then raises `error`."""
+        if self.error is None:
+            self.error = error
+            self.task.cancel()
+
+
 class PendingMessages:
     """Bounded set of concurrent waits for request messages.
 
@@ -58,9 +79,8 @@ class PendingMessages:
     def __init__(self, capacity: int) -> None:
         """Allow up to `capacity` calls to wait for their message at the same time."""
         self._capacity = capacity
-        # Connection and deadline of each wait, the oldest first. Deadlines are in seconds of
-        # `time.monotonic`.
-        self._waits: dict[asyncio.Timeout, tuple[str, float]] = {}
+        # The waits, in order of their start.
+        self._waits: dict[_Wait, None] = {}
         # Timer of the earliest deadline, or of an earlier one. All waits share one timer, because
         # starting and cancelling a timer per wait takes longer than most other steps of a call.
         self._timer: asyncio.TimerHandle | None = None
@@ -70,14 +90,14 @@ class PendingMessages:
         """Cancel all waits for request messages, and reject new waits."""
         self._is_stopped = True
         for wait in self._waits:
-            _cancel(wait)
+            wait.end(StoppingError("the server is stopping"))
 
     async def next(self, context: CallContext, timeout_s: float | None) -> bytes | None:
         """Wait for the next message of a call.
 
         Args:
             context: gRPC context of a call without a request deserializer.
-            timeout_s: Maximum time to wait, in seconds. None: no limit.
+            timeout_s: Maximum time to wait, in seconds; the same for all calls. None: no limit.
 
         Returns:
             The serialised message. None: the client sends no more messages.
@@ -91,55 +111,56 @@ class PendingMessages:
             raise StoppingError("the server is stopping")
         if len(self._waits) >= self._capacity:
             self._cancel_oldest()
-        wait = asyncio.timeout(None)
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self._waits[wait] = context.peer(), deadline
-        if timeout_s is not None and self._timer is None:
-            self._start_timer(timeout_s)
+        wait = self._start(context.peer(), math.inf if timeout_s is None else timeout_s)
         try:
-            async with wait:
-                message = await context.read()
-                # grpc's stubs lack EOF.
-                return None if message is grpc.aio.EOF else message  # type: ignore[attr-defined]
-        except TimeoutError:
-            if self._is_stopped:
-                raise StoppingError("the server is stopping") from None
-            if wait in self._waits:
-                raise ExpiredError(
-                    f"the request did not arrive completely within {timeout_s:g} s; send a smaller "
-                    "request, or raise the server's --receive-timeout-s"
-                ) from None
-            raise QueueFullError(
-                "the server is receiving too many requests at once (the limit depends on "
-                "queue_size), so it dropped this request, the oldest of its connection that has "
-                "not arrived completely; try again later"
-            ) from None
+            message = await context.read()
+            # grpc's stubs lack EOF.
+            return None if message is grpc.aio.EOF else message  # type: ignore[attr-defined]
+        except asyncio.CancelledError:
+            if wait.error is None or wait.task.uncancel():  # something else cancelled the task
+                raise
+            raise wait.error from None
         finally:
             self._waits.pop(wait, None)
 
+    def _start(self, peer: str, timeout_s: float) -> _Wait:
+        task = asyncio.current_task()
+        assert task
+        wait = _Wait(task, peer, timeout_s, time.monotonic() + timeout_s)
+        self._waits[wait] = None
+        if self._timer is None and timeout_s < math.inf:
+            self._start_timer(timeout_s)
+        return wait
+
     def _cancel_oldest(self) -> None:
-        ((peer, _),) = Counter(other for other, _ in self._waits.values()).most_common(1)
-        oldest = next(wait for wait, (other, _) in self._waits.items() if other == peer)
+        ((peer, _),) = Counter(wait.peer for wait in self._waits).most_common(1)
+        oldest = next(wait for wait in self._waits if wait.peer == peer)
         del self._waits[oldest]
-        _cancel(oldest)
+        oldest.end(
+            QueueFullError(
+                "the server is receiving too many requests at once (the limit depends on "
+                "queue_size), so it dropped this request, the oldest of its connection that has "
+                "not arrived completely; try again later"
+            )
+        )
 
     def _start_timer(self, delay_s: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_expired)
 
     def _end_expired(self) -> None:
-        """Cancel the waits whose deadlines have passed, and start the timer for the others."""
+        """End the waits whose deadlines have passed, and start the timer for the others."""
         self._timer, now = None, time.monotonic()
-        for wait, (_, deadline) in self._waits.items():
-            if deadline <= now:
-                _cancel(wait)
-        later = (deadline for _, deadline in self._waits.values() if now < deadline < math.inf)
+        for wait in self._waits:
+            if wait.deadline <= now:
+                wait.end(
+                    ExpiredError(
+                        f"the request did not arrive completely within {wait.timeout_s:g} s; send "
+                        "a smaller request, or raise the server's --receive-timeout-s"
+                    )
+                )
+        later = (wait.deadline for wait in self._waits if now < wait.deadline < math.inf)
         if earliest := min(later, default=None):
             self._start_timer(earliest - now)
-
-
-def _cancel(wait: asyncio.Timeout) -> None:
-    if not wait.expired():
-        wait.reschedule(0)  # a time in the past, so the wait ends at once
 
 
 def call_handler(
@@ -164,14 +185,6 @@ def call_handler(
 async def _handle_single(
     handler: Any, pending: PendingMessages, timeout_s: float, context: Any
 ) -> Any:
-    behaviour = handler.unary_unary or handler.unary_stream
-    # The request is not bound to a name here, so that the handler can release it.
-    return await behaviour(await _read_single(handler, pending, timeout_s, context), context)
-
-
-async def _read_single(
-    handler: Any, pending: PendingMessages, timeout_s: float, context: CallContext
-) -> Any:
     request = await _read_request(pending, handler.request_deserializer, context, timeout_s)
     if request is None:
         # gRPC answers a too large message itself, and then reports the end of the call.
@@ -179,7 +192,9 @@ async def _read_single(
             "the client ended the call without sending a request, or sent one that is larger than "
             "the server's max_message_mb"
         )
-    return request
+    responding = (handler.unary_unary or handler.unary_stream)(request, context)
+    del request  # only `responding` holds the request, which can be large
+    return await responding
 
 
 async def _handle_stream(handler: Any, pending: PendingMessages, context: Any) -> None:
