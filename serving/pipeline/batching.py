@@ -177,12 +177,13 @@ class Batcher(Generic[Item, Result]):
         """
         if not self.is_up:
             raise _down_error()
+        bucket = item.bucket
         result: asyncio.Future[BatchResult[Result]] = asyncio.get_running_loop().create_future()
         pending = _PendingItem(item, scheduling.model, memory, result)
-        ticket = self._schedule.add(pending, item.bucket, scheduling, time.monotonic())
+        ticket = self._schedule.add(pending, bucket, scheduling, time.monotonic())
         # Wake `run` only if necessary. It also wakes when a batch ends, and when the oldest item
         # has waited for the maximum delay.
-        if self._schedule.affects_next_start(item.bucket) and self._least_busy():
+        if self._schedule.affects_next_start(bucket) and self._least_busy():
             self._changed.set()
         try:
             return await result

@@ -114,13 +114,16 @@ class Pipeline:
                 max_pixels=self._config.max_pixels,
             )
             del request
-            async with contextlib.AsyncExitStack() as memory:
-                preparing = self._prepare(host, source, scheduling.peer, memory)
-                # The encoded image can be large. Without this reference, it can be freed while the
-                # request waits for a batch.
-                del source
-                decoded, reserved = await preparing
+            preparing = self._prepare(host, source, scheduling.peer)
+            # The encoded image can be large. Without this reference, it can be freed while the
+            # request waits for a batch.
+            del source
+            decoded, reserved = await preparing
+            try:
                 result = await batcher.infer(decoded.value, scheduling, reserved)
+            finally:
+                if reserved is not None:
+                    reserved.drop()
             if batcher.info.is_end_to_end:  # the engine encoded the response already
                 encoded = timed(host.respond, result.value, decoded.value)
             else:
@@ -136,39 +139,36 @@ class Pipeline:
             return TimedResponse(encoded.value.value, timing)
 
     async def _prepare(
-        self,
-        host: HostProcessor,
-        source: SourceImage,
-        peer: str,
-        memory: contextlib.AsyncExitStack,
+        self, host: HostProcessor, source: SourceImage, peer: str
     ) -> tuple[TimedResult[EngineItem], Reservation | None]:
         """Convert an image to the engine's input.
 
         Returns:
             The engine's input, with the duration and queue time of the conversion.
-            Reservation of host memory, for an engine that decodes the image itself. It lasts until
-            the caller closes `memory`. None: no memory is reserved.
+            Reservation of host memory, for an engine that decodes the image itself. The caller must
+            drop it once the engine has decoded the image. None: no memory is reserved.
         """
         small = self.decode_memory.small
         if host.is_quick(source):
             first = timed(host.prepare_small, source, small)
         else:
             first = await self.threads.run(peer, host.prepare_small, source, small)
-        item, needed = first.value
-        elapsed_s, waited_s = first.elapsed_s, first.waited_s
+        (item, needed), elapsed_s, waited_s = first
         reserved = None
         if needed:
             start = time.perf_counter()
-            reserved = await memory.enter_async_context(self.decode_memory.reserve(peer, needed))
+            reserved = await self.decode_memory.acquire(peer, needed)
             waited_s += time.perf_counter() - start
-        if item is None:
+        if item is not None:
+            return TimedResult(item, elapsed_s, waited_s), reserved
+        assert reserved is not None
+        try:
             preparing = self.threads.run(peer, host.prepare, source, memory=reserved)
             del source
             item, own_s, own_wait_s = await preparing
-            elapsed_s, waited_s = elapsed_s + own_s, waited_s + own_wait_s
-            await memory.aclose()  # the image is decoded
-            reserved = None
-        return TimedResult(item, elapsed_s, waited_s), reserved
+        finally:
+            reserved.drop()
+        return TimedResult(item, elapsed_s + own_s, waited_s + own_wait_s), None
 
     def _observe(
         self,

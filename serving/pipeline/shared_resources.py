@@ -202,12 +202,11 @@ class DecodeMemory:
         """Number of reserved bytes."""
         return self._bytes.in_use
 
-    @asynccontextmanager
-    async def reserve(self, peer: str, size: int) -> AsyncIterator[Reservation]:
-        """Reserve memory within the `with` block. If too little memory is free, wait for it.
+    async def acquire(self, peer: str, size: int) -> Reservation:
+        """Reserve memory. If too little memory is free, wait for it.
 
-        The memory stays reserved after the block until all holders of the `Reservation` have
-        dropped it.
+        The memory stays reserved until the caller and all other holders have dropped the
+        `Reservation`.
 
         Args:
             peer: gRPC peer of the request; it identifies the client's connection.
@@ -223,7 +222,12 @@ class DecodeMemory:
                 f"({self.limit >> 20}); send a smaller image, or raise decode_memory_mb"
             )
         await self._bytes.acquire(peer, size)
-        reservation = Reservation(partial(self._bytes.release, size))
+        return Reservation(partial(self._bytes.release, size))
+
+    @asynccontextmanager
+    async def reserve(self, peer: str, size: int) -> AsyncIterator[Reservation]:
+        """Reserve memory as `acquire` does, and drop the reservation at the end of the block."""
+        reservation = await self.acquire(peer, size)
         try:
             yield reservation
         finally:
