@@ -111,7 +111,7 @@ def prepare_image(image: PlannedImage) -> ModelInput:
     return ModelInput(pixels, image.bucket, image.size, image.source_size)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class HostProcessor:
     """Pre- and postprocessor of single images in the server's process.
 

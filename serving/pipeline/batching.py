@@ -52,7 +52,7 @@ class BatchResult(NamedTuple, Generic[Result]):
     batch_size: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _PendingItem(Generic[Item, Result]):
     item: Item
     model: str
@@ -187,8 +187,9 @@ class Batcher(Generic[Item, Result]):
             self._changed.set()
         try:
             return await result
-        finally:
+        except asyncio.CancelledError:
             self._schedule.discard(ticket)
+            raise
 
     async def run(self) -> None:
         """Compute queued items, and restart failed workers, until cancelled."""

@@ -31,7 +31,7 @@ _MIN_BATCHES, _MIN_SLOTS = 2, 32
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class InferenceRequest:
     """Request to detect objects in one image."""
 
@@ -236,14 +236,11 @@ class ModelRepository:
         """
         self.resources = SharedResources(config, telemetry, len(sources))
         self.pipelines = [Pipeline(source, config, self.resources) for source in sources]
+        # Pipeline that processes the requests without a model name.
+        self.first = self.pipelines[0]
         self._check_names([pipeline.model.manifest.model_name for pipeline in self.pipelines])
         for pipeline in self.pipelines:
             pipeline.lifecycle.check_reloaded = partial(self._check_reloaded, pipeline)
-
-    @property
-    def first(self) -> Pipeline:
-        """Pipeline that processes the requests without a model name."""
-        return self.pipelines[0]
 
     @property
     def states(self) -> dict[str, bool]:

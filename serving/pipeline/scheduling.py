@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from ...model.bundle.spec import ShapeBucket
 from ..detections import SchedulingOptions, Value
@@ -29,6 +29,8 @@ from ..host import name_thread
 
 # Throughput ratio of two backlogged connections whose priorities differ by one level.
 _WEIGHT = 8
+# Sort key of queued tickets.
+_SERVICE_TAG: Final = attrgetter("service_tag")
 
 T = TypeVar("T")
 
@@ -60,7 +62,8 @@ class BatchPolicy(NamedTuple):
         return preferred or (waiting if overdue else 0)
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen, because creating a frozen object takes several times as long.
+@dataclass(eq=False, slots=True)
 class Ticket(Generic[T]):
     """Entry of a `Schedule`: a queued item with its arrival time and its order among the items."""
 
@@ -101,7 +104,7 @@ class Schedule(Generic[T]):
         tag = max(self._virtual_time, last) + _WEIGHT ** (scheduling.priority - 1)
         ticket = Ticket(item, bucket, now, scheduling.peer, scheduling.priority, tag)
         mine.append(ticket)
-        insort(self._queues[bucket], ticket, key=attrgetter("service_tag"))
+        insort(self._queues[bucket], ticket, key=_SERVICE_TAG)
         return ticket
 
     def affects_next_start(self, bucket: ShapeBucket) -> bool:
@@ -117,13 +120,9 @@ class Schedule(Generic[T]):
     def discard(self, ticket: Ticket[T]) -> None:
         """Remove a ticket if it is still queued."""
         queue = self._queues[ticket.bucket]
-        if ticket not in queue:
-            return
-        queue.remove(ticket)
-        key = (ticket.peer, ticket.priority)
-        self._connections[key].remove(ticket)
-        if not self._connections[key]:
-            del self._connections[key]
+        if ticket in queue:
+            queue.remove(ticket)
+            self._remove_from_connection(ticket)
 
     def take(self, now: float, *, only_full: bool = False) -> list[Ticket[T]]:
         """Remove and return the tickets of the next batch. All have the same bucket (input size).
@@ -145,9 +144,11 @@ class Schedule(Generic[T]):
         if only_full and sizes[bucket] < self._policy.max_batch:
             return []
         self._virtual_time = tag
-        batch = self._queues[bucket][: sizes[bucket]]
+        queue = self._queues[bucket]
+        batch = queue[: sizes[bucket]]
+        del queue[: sizes[bucket]]
         for ticket in batch:
-            self.discard(ticket)
+            self._remove_from_connection(ticket)
         return batch
 
     def take_all(self) -> list[Ticket[T]]:
@@ -163,6 +164,13 @@ class Schedule(Generic[T]):
         The time has the same origin as `now` in `add`. If no item is queued, return None.
         """
         return min((ticket.arrival + self._policy.max_delay_s for ticket in self), default=None)
+
+    def _remove_from_connection(self, ticket: Ticket[T]) -> None:
+        key = (ticket.peer, ticket.priority)
+        tickets = self._connections[key]
+        tickets.remove(ticket)
+        if not tickets:
+            del self._connections[key]
 
     def _size(self, queue: list[Ticket[T]], now: float) -> int:
         overdue = any(now >= ticket.arrival + self._policy.max_delay_s for ticket in queue)

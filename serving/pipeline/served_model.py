@@ -5,7 +5,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextvars import Context
 from pathlib import Path
 from typing import NamedTuple
@@ -112,10 +112,7 @@ class ServedModel:
         self.names: dict[str, str | None] = {self.manifest.model_name: None}
         # Whether new requests are rejected.
         self.is_unloaded = False
-        # Number of requests that use the model, that is, are within a `with` block of `use`.
-        self._users = 0
-        self._unused = asyncio.Event()
-        self._unused.set()
+        self._users = _Users()
 
     async def load(self) -> None:
         """Load the bundle. Call `close` afterwards, even if this fails.
@@ -190,8 +187,7 @@ class ServedModel:
             for name, precision in self.names.items()
         }
 
-    @contextlib.contextmanager
-    def use(self) -> Iterator[None]:
+    def use(self) -> contextlib.AbstractContextManager[None]:
         """Count the model as in use within the `with` block. `unused` waits until the block ends.
 
         Raises:
@@ -203,18 +199,11 @@ class ServedModel:
                 f"model {name!r} is unloaded; load it with RepositoryModelLoad, as tritonclient's "
                 f"load_model({name!r}) does, or send SIGHUP to the server"
             )
-        self._users += 1
-        self._unused.clear()
-        try:
-            yield
-        finally:
-            self._users -= 1
-            if not self._users:
-                self._unused.set()
+        return self._users
 
     async def unused(self) -> None:
         """Wait until no request uses the model: until all `with` blocks of `use` have ended."""
-        await self._unused.wait()
+        await self._users.none_left.wait()
 
     async def warm_up(self) -> float:
         """Warm up all precisions. Requests that arrive meanwhile are queued.
@@ -250,6 +239,25 @@ class ServedModel:
         for group in self._processes.values():  # if `load` failed, no batcher owns them
             for process in group:
                 process.kill()
+
+
+class _Users(contextlib.AbstractContextManager[None]):
+    """Number of requests that use a model. A request is counted within a `with` block."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        # Set while no request uses the model.
+        self.none_left = asyncio.Event()
+        self.none_left.set()
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self.none_left.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self.none_left.set()
 
 
 class ModelLifecycle:
