@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
+from operator import attrgetter
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -58,8 +59,9 @@ _STAGES: Final = ("queue", "compute_input", "compute_infer", "compute_output")
 # Values of the label `reason` of Triton's metric nv_inference_request_failure.
 TRITON_REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
-# Microseconds per stage, in the order of `_STAGES`.
+# Microseconds per stage, in the order of `_STAGES`, and function that returns them for a `Timing`.
 _Durations = list[int]
+_durations_of: Final = attrgetter("queue_us", "decode_us", "infer_us", "encode_us")
 
 
 class Reason(NamedTuple):
@@ -125,7 +127,7 @@ class ModelStatistics:
             timings: Timing of each image.
             elapsed_s: Seconds from the request's arrival to its response.
         """
-        by_image = [_durations_of(timing) for timing in timings]
+        by_image = list(map(_durations_of, timings))
         with self._lock:
             self._requests += 1
             self._images += len(timings)
@@ -185,11 +187,7 @@ def _no_durations() -> _Durations:
     return [0] * len(_STAGES)
 
 
-def _durations_of(timing: Timing) -> _Durations:
-    return [timing.queue_us, timing.decode_us, timing.infer_us, timing.encode_us]
-
-
-def _add(totals: _Durations, durations: _Durations) -> None:
+def _add(totals: _Durations, durations: Sequence[int]) -> None:
     for stage, us in enumerate(durations):
         totals[stage] += us
 

@@ -44,7 +44,6 @@ class Telemetry:
         self.tracer = tracer or Tracer()
         self._access_log = AccessLog()
 
-    @contextmanager
     def request(
         self,
         name: str,
@@ -53,7 +52,7 @@ class Telemetry:
         message_id: str,
         peer: str,
         size: int,
-    ) -> Iterator[list[Timing]]:
+    ) -> AbstractContextManager[list[Timing]]:
         """Count and log the request that the current task processes within the `with` block.
 
         Use one task per request, because the request ID for log lines is stored per task.
@@ -68,39 +67,13 @@ class Telemetry:
             peer: Client address, as `context.peer()` returns it.
             size: Size of the request in bytes.
 
-        Yields:
-            Empty list, to which the caller appends the timing of each image.
+        Returns:
+            Context manager that yields an empty list, to which the caller appends the timing of
+            each image.
         """
-        name = name if name in served else next(iter(served))
-        logged_name: str | None = name
         name_request(message_id)
-        timings: list[Timing] = []
-        failure: BaseException | None = None
-        start = time.monotonic()
-        self.metrics.requests_in_progress += 1
-        try:
-            yield timings
-        except ModelNotFoundError as error:
-            failure, logged_name = error, None
-            self.metrics.count_rejected_call(error)
-            raise
-        except BaseException as error:
-            failure = error
-            self.metrics.count_failure(name, version, error, time.monotonic() - start)
-            raise
-        else:
-            statistics = self.metrics.statistics[name, version]
-            statistics.count_success(timings, time.monotonic() - start)
-        finally:
-            self.metrics.requests_in_progress -= 1
-            self._access_log.log_request(
-                logged_name,
-                peer,
-                failure,
-                size=size,
-                timings=timings,
-                elapsed_s=time.monotonic() - start,
-            )
+        name = name if name in served else next(iter(served))
+        return _Recording(self.metrics, self._access_log, name, version, peer, size)
 
     def reject_call(self, method: str, peer: str, error: ServingError) -> None:
         """Count and log a rejected call, without counting it as a failed request of a model."""
@@ -113,6 +86,48 @@ class Telemetry:
         """Count and log a request that was rejected before it was read, as a failure of `model`."""
         self.metrics.count_failure(model, version, error, elapsed_s=0)
         self._access_log.log_rejected_call(method, peer, error)
+
+
+class _Recording(AbstractContextManager[list[Timing]]):
+    """Context manager of `Telemetry.request`."""
+
+    # A generator with the decorator `contextmanager` would take longer.
+
+    def __init__(
+        self, metrics: Metrics, log: AccessLog, name: str, version: str, peer: str, size: int
+    ) -> None:
+        self._metrics = metrics
+        self._log = log
+        self._name = name
+        self._version = version
+        self._peer = peer
+        self._size = size
+        self._timings: list[Timing] = []
+        self._start = time.monotonic()
+
+    def __enter__(self) -> list[Timing]:
+        self._metrics.requests_in_progress += 1
+        return self._timings
+
+    def __exit__(self, _: object, failure: BaseException | None, __: object) -> None:
+        metrics, name, elapsed_s = self._metrics, self._name, time.monotonic() - self._start
+        metrics.requests_in_progress -= 1
+        logged_name: str | None = name
+        if failure is None:
+            metrics.statistics[name, self._version].count_success(self._timings, elapsed_s)
+        elif isinstance(failure, ModelNotFoundError):
+            logged_name = None
+            metrics.count_rejected_call(failure)
+        else:
+            metrics.count_failure(name, self._version, failure, elapsed_s)
+        self._log.log_request(
+            logged_name,
+            self._peer,
+            failure,
+            size=self._size,
+            timings=self._timings,
+            elapsed_s=elapsed_s,
+        )
 
 
 class Tracer:

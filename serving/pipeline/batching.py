@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ...model.bundle.manifest import BundleError
 from ...model.bundle.spec import ShapeBucket
@@ -29,6 +29,8 @@ START_TIMEOUT_S = 600.0
 # the longest pause.
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
+
+_IS_UP: Final = attrgetter("is_up")
 
 
 class _HasBucket(Protocol):
@@ -118,12 +120,12 @@ class Batcher(Generic[Item, Result]):
     @property
     def is_up(self) -> bool:
         """Whether at least one worker is up, that is, accepts batches."""
-        return self.engines_up > 0
+        return any(map(_IS_UP, self._workers))
 
     @property
     def engines_up(self) -> int:
         """Number of workers that are up. Each worker has one engine."""
-        return sum(map(attrgetter("is_up"), self._workers))
+        return sum(map(_IS_UP, self._workers))
 
     @property
     def gpus(self) -> list[int | None]:

@@ -202,18 +202,14 @@ def _total_timing(
     encoded: TimedResult[TimedResponse[Any]],
 ) -> Timing:
     engine = encoded.value.timing
+    waited_s = decoded.waited_s + result.queue_s + encoded.waited_s
     return Timing(
-        decode_us=_microseconds(decoded.elapsed_s) + engine.decode_us,
-        queue_us=_microseconds(decoded.waited_s + result.queue_s + encoded.waited_s)
-        + engine.queue_us,
-        infer_us=engine.infer_us or _microseconds(result.infer_s),
-        encode_us=_microseconds(encoded.elapsed_s) + engine.encode_us,
+        decode_us=round(decoded.elapsed_s * 1e6) + engine.decode_us,
+        queue_us=round(waited_s * 1e6) + engine.queue_us,
+        infer_us=engine.infer_us or round(result.infer_s * 1e6),
+        encode_us=round(encoded.elapsed_s * 1e6) + engine.encode_us,
         batch_size=result.batch_size,
     )
-
-
-def _microseconds(seconds: float) -> int:
-    return round(seconds * 1e6)
 
 
 class ModelRepository:
