@@ -1,8 +1,11 @@
-"""Validation of serialised messages, compared with protobuf's parser."""
+"""Waits for messages, and validation of serialised messages, compared with protobuf's parser."""
 
+import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -15,8 +18,8 @@ from triton_requests import MODEL, infer_request
 
 from maskrcnn_trt.protos.inference.open_inference_pb2 import ModelInferRequest
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2 import DetectRequest
-from maskrcnn_trt.serving.errors import InvalidRequestError
-from maskrcnn_trt.serving.rpc.message_reader import check_message
+from maskrcnn_trt.serving.errors import ExpiredError, InvalidRequestError
+from maskrcnn_trt.serving.rpc.message_reader import PendingMessages, check_message
 
 MIB = 1 << 20
 KIND = ModelInferRequest.DESCRIPTOR
@@ -140,3 +143,27 @@ def test_memory_per_message_is_bounded(
         ):
             assert channel.unary_unary(f"/{method}")(request.SerializeToString(), timeout=60)
     assert "Traceback" not in log.read_text()
+
+
+async def test_each_wait_has_its_own_deadline() -> None:
+    pending = PendingMessages(8)
+    silent = Mock(peer=lambda: "a", read=lambda: asyncio.Event().wait())
+    limit_s = 0.2
+
+    async def wait() -> float:
+        start = time.monotonic()
+        with pytest.raises(ExpiredError, match=r"within 0\.2 s"):
+            await pending.next(silent, limit_s)
+        return time.monotonic() - start
+
+    async with asyncio.TaskGroup() as tasks:
+        waits = []
+        for _ in range(3):
+            waits.append(tasks.create_task(wait()))
+            await asyncio.sleep(limit_s / 2)
+        unlimited = asyncio.create_task(pending.next(silent, None))
+    assert min(task.result() for task in waits) >= limit_s
+    assert not unlimited.done()
+    unlimited.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await unlimited
