@@ -1,21 +1,16 @@
 """Prometheus metrics of requests, and Triton-compatible request statistics for each model name."""
 
 import time
-from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate
 from operator import attrgetter
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.core import HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-from prometheus_client.utils import INF, floatToGoString
+from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric
 
 from ...model.image_limits import ImageError
 from ...protos.inference import open_inference_pb2 as pb
@@ -40,20 +35,8 @@ _SECONDS: Final = (
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 _BATCH_SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
-# Labels of the histograms, and their names, help texts and largest values of the buckets.
-_LABELS: Final = ("model", "precision")
-_HISTOGRAMS: Final = (
-    ("maskrcnn_decode_seconds", "Time to decode, resize and pad an image.", _SECONDS),
-    ("maskrcnn_queue_seconds", "Time of an image in queues.", _SECONDS),
-    ("maskrcnn_infer_seconds", "Time of the image's batch in the model.", _SECONDS),
-    ("maskrcnn_encode_seconds", "Time to scale boxes and encode masks.", _SECONDS),
-    (
-        "maskrcnn_request_seconds",
-        "Time from the arrival of an image to its detections.",
-        _SECONDS,
-    ),
-    ("maskrcnn_batch_size", "Number of images in the image's batch.", _BATCH_SIZES),
-)
+# Maximum number of images that `Metrics` remembers before it adds them to the histograms.
+_MAX_UNOBSERVED: Final = 64
 _STAGES: Final = ("queue", "compute_input", "compute_infer", "compute_output")
 
 # Values of the label `reason` of Triton's metric nv_inference_request_failure.
@@ -196,60 +179,40 @@ def _duration(count: int, us: int) -> pb.StatisticDuration:
     return pb.StatisticDuration(count=count, ns=1000 * us)
 
 
-class _Histogram:
-    """Observations of one value, counted by bucket, and their sum."""
+class _ImageHistograms(NamedTuple):
+    """Histograms of processing times and batch sizes, for one model in one precision."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        """Create an empty histogram. `bounds` are the largest values of the buckets, ascending."""
-        self.bounds = (*bounds, INF)
-        self.counts = [0] * len(self.bounds)
-        self.sum = 0.0
-        self._created = time.time()
-
-    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Add the samples of this histogram to a metric family, as prometheus_client does."""
-        names = map(floatToGoString, self.bounds)
-        buckets = list(zip(names, accumulate(self.counts), strict=True))
-        family.add_metric(labels, buckets, self.sum)
-        if prometheus_client.metrics._use_created:
-            values = dict(zip(_LABELS, labels, strict=True))
-            family.add_sample(f"{family.name}_created", values, self._created)
+    decode: Histogram
+    queue: Histogram
+    infer: Histogram
+    encode: Histogram
+    request: Histogram
+    batch_size: Histogram
 
 
-class _ImageHistograms(Collector):
-    """Histograms of processing times and batch sizes, by model and precision.
+class _Image(NamedTuple):
+    """Image whose durations are not in the histograms yet."""
 
-    Call `observe` from one thread only. Any thread may collect the metrics at any time.
-    """
+    model: str
+    precision: str
+    timing: Timing
+    elapsed_s: float
 
-    # These histograms take a third of the time of prometheus_client's, which acquire two locks per
-    # observation.
 
-    def __init__(self) -> None:
-        # By model and precision: the histograms of `_HISTOGRAMS`.
-        self._histograms: dict[tuple[str, str], list[_Histogram]] = {}
+class _Registry(CollectorRegistry):
+    """Registry that calls a function before its metrics are collected."""
 
-    def observe(self, model: str, precision: str, values: Sequence[float]) -> None:
-        """Count the values of one image, in the order of `_HISTOGRAMS`."""
-        histograms = self._histograms.get((model, precision))
-        if histograms is None:
-            histograms = [_Histogram(bounds) for _, _, bounds in _HISTOGRAMS]
-            self._histograms[model, precision] = histograms
-        for histogram, value in zip(histograms, values, strict=True):
-            histogram.counts[bisect_left(histogram.bounds, value)] += 1
-            histogram.sum += value
+    def __init__(self, before: Callable[[], None]) -> None:
+        super().__init__()
+        self._before = before
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the current histograms."""
-        children = list(self._histograms.items())
-        for index, (name, documentation, _) in enumerate(_HISTOGRAMS):
-            family = HistogramMetricFamily(name, documentation, labels=_LABELS)
-            for labels, histograms in children:
-                histograms[index].add_to(family, labels)
-            yield family
+    def collect(self) -> Iterable[Metric]:
+        self._before()
+        return super().collect()
 
-    # The registry reads the names of the metrics, by which clients can select them, from this.
-    describe = collect
+    def restricted_registry(self, names: Iterable[str]) -> Any:
+        self._before()
+        return super().restricted_registry(names)
 
 
 class Metrics:
@@ -257,7 +220,7 @@ class Metrics:
 
     def __init__(self) -> None:
         # Registry of these metrics. A server adds further collectors to it.
-        self.registry = CollectorRegistry()
+        self.registry: CollectorRegistry = _Registry(self._observe_images)
         # Statistics by model name in the request, and version of the model.
         self.statistics: defaultdict[tuple[str, str], ModelStatistics] = defaultdict(
             ModelStatistics
@@ -275,8 +238,12 @@ class Metrics:
             self._rejected.labels(reason.name)
         for result in ("success", "failure"):
             self._reloads.labels(result)
-        self._images = _ImageHistograms()
-        self.registry.register(self._images)
+        self._histograms = _image_histograms(self.registry)
+        # Histograms by model and precision, which are the values of their labels.
+        self._children: dict[tuple[str, str], _ImageHistograms] = {}
+        # Observing many images at once takes a fraction of the time that it takes between other
+        # work, when its code and data are no longer in the CPU's caches.
+        self._unobserved = deque[_Image]()
 
     def count_image(self, model: str, precision: str, timing: Timing, elapsed_s: float) -> None:
         """Count an image that was processed successfully.
@@ -287,15 +254,27 @@ class Metrics:
             timing: Durations of the image's stages.
             elapsed_s: Seconds from the image's arrival to its detections.
         """
-        values = (
-            timing.decode_us / 1e6,
-            timing.queue_us / 1e6,
-            timing.infer_us / 1e6,
-            timing.encode_us / 1e6,
-            elapsed_s,
-            timing.batch_size,
-        )
-        self._images.observe(model, precision, values)
+        self._unobserved.append(_Image(model, precision, timing, elapsed_s))
+        if len(self._unobserved) >= _MAX_UNOBSERVED:
+            self._observe_images()
+
+    def _observe_images(self) -> None:
+        """Add the images that were counted since the last call to the histograms."""
+        with suppress(IndexError):  # raised when the deque, which another thread may use, is empty
+            while True:
+                self._observe(self._unobserved.popleft())
+
+    def _observe(self, image: _Image) -> None:
+        key, timing = (image.model, image.precision), image.timing
+        if key not in self._children:
+            self._children[key] = _ImageHistograms(*(h.labels(*key) for h in self._histograms))
+        histograms = self._children[key]
+        histograms.decode.observe(timing.decode_us / 1e6)
+        histograms.queue.observe(timing.queue_us / 1e6)
+        histograms.infer.observe(timing.infer_us / 1e6)
+        histograms.encode.observe(timing.encode_us / 1e6)
+        histograms.request.observe(image.elapsed_s)
+        histograms.batch_size.observe(timing.batch_size)
 
     def count_failure(
         self, name: str, version: str, error: BaseException, elapsed_s: float
@@ -318,3 +297,20 @@ class Metrics:
             result = "success"
         finally:
             self._reloads.labels(result).inc()
+
+
+def _image_histograms(registry: CollectorRegistry) -> _ImageHistograms:
+    histogram = partial(Histogram, labelnames=("model", "precision"), registry=registry)
+    seconds = partial(histogram, buckets=_SECONDS)
+    return _ImageHistograms(
+        decode=seconds("maskrcnn_decode_seconds", "Time to decode, resize and pad an image."),
+        queue=seconds("maskrcnn_queue_seconds", "Time of an image in queues."),
+        infer=seconds("maskrcnn_infer_seconds", "Time of the image's batch in the model."),
+        encode=seconds("maskrcnn_encode_seconds", "Time to scale boxes and encode masks."),
+        request=seconds(
+            "maskrcnn_request_seconds", "Time from the arrival of an image to its detections."
+        ),
+        batch_size=histogram(
+            "maskrcnn_batch_size", "Number of images in the image's batch.", buckets=_BATCH_SIZES
+        ),
+    )

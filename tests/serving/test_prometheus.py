@@ -28,6 +28,7 @@ from maskrcnn_trt.protos.inference import open_inference_pb2 as inference
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.serving import prometheus
 from maskrcnn_trt.serving.config import ServeConfig
+from maskrcnn_trt.serving.detections import Timing
 from maskrcnn_trt.serving.monitoring.machine_metrics import GPU_METRICS
 from maskrcnn_trt.serving.monitoring.telemetry import Telemetry
 from maskrcnn_trt.serving.pipeline.pipeline import ModelRepository
@@ -71,6 +72,17 @@ def test_metrics_of_a_model_that_is_not_loaded_yet(wide_bundle: Path) -> None:
     assert registry.get_sample_value("nv_inference_request_success", OWN) == 0
     assert registry.get_sample_value("maskrcnn_slots", {"model": MODEL}) == 256
     models.close()
+
+
+@pytest.mark.parametrize("query", ["", "?name[]=maskrcnn_request_seconds_count"])
+def test_all_images_are_in_the_histograms(query: str) -> None:
+    telemetry = Telemetry()
+    for _ in range(100):
+        telemetry.metrics.count_image(MODEL, "fp16", Timing(), 0.5)
+    with prometheus.metrics_server(telemetry.metrics.registry, "127.0.0.1", 0) as url:
+        page = httpx.get(url + query).text
+    labels = f'{{model="{MODEL}",precision="fp16"}}'
+    assert f"maskrcnn_request_seconds_count{labels} 100.0\n" in page
 
 
 def detect_request(image: bytes, **fields: Any) -> pb.DetectRequest:
