@@ -218,7 +218,10 @@ def with_older_artifacts(
         try:
             verify_artifact(bundle, artifact)
         except BundleError as error:
-            report(f"leaving out the model in {artifact.precision} of the older bundle: {error}")
+            report(
+                f"leaving out the older bundle's model in {artifact.precision} for inputs of "
+                f"{artifact.bucket}: {error}"
+            )
             continue
         entry = _with_file_of(new.get(artifact.path, artifact), artifact)
         for name in entry.paths:

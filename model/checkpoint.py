@@ -1,6 +1,7 @@
 """Checkpoint files, written by training and read by export and evaluation."""
 
 import errno
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,23 @@ def unreadable_file_message(path: Path, error: OSError) -> str:
     )
 
 
+def load_tensors(path: Path) -> Any:
+    """Read a file that `torch.save` wrote, on the CPU and without running code from it.
+
+    Raises:
+        zipfile.BadZipFile: a part of the file has another checksum than the file states.
+        Exception: of any type, if the file is damaged otherwise, or holds objects that torch's
+            `weights_only` forbids.
+    """
+    # torch itself does not verify checksums, so a damaged weight would go unnoticed. Files of torch
+    # before 1.6 have none.
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise zipfile.BadZipFile(f"{damaged} has another checksum than the file states")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint without running code from it.
 
@@ -109,7 +127,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise CheckpointError(f"{path} {kind}; give a .pth file that training wrote")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_tensors(path)
         if content["format"] != _FORMAT:
             raise CheckpointError(
                 f"{path} has checkpoint format {content['format']}, but this version of the "

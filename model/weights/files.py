@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torchvision.models import get_weight
 
-from ..checkpoint import CheckpointError, unreadable_file_message
+from ..checkpoint import CheckpointError, load_tensors, unreadable_file_message
 from .downloads import weights_path
 
 # First bytes of torch files: those of a zip archive, or the magic number before torch 1.6.
@@ -85,7 +85,7 @@ def read_file(path: Path) -> Any:
         with path.open("rb") as file:
             if file.read(16).startswith(_TORCH_SIGNATURES):
                 with torch.serialization.safe_globals(_SAFE_GLOBALS):
-                    return torch.load(path, map_location="cpu", weights_only=True)
+                    return load_tensors(path)
             file.seek(0)
             return _ArrayUnpickler(file).load()
     except _ForbiddenGlobalError as error:

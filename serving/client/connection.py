@@ -52,6 +52,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Detector"].full_name
 _CLIENT_DEADLINE = "Deadline Exceeded"
 _MESSAGE_TOO_LARGE = "message larger than max"
 _CERTIFICATE_ERRORS = "CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed"
+_CERTIFICATE_DATES = "certificate has expired", "certificate is not yet valid"
 _OTHER_PROTOCOL = "Failed parsing HTTP/2", "missing selected ALPN property"
 _CONNECTION_CLOSED = "Socket closed", "Connection reset", "Broken pipe"
 # Pattern of the IP address in an error of gRPC, such as `ipv6:%5B::1%5D:8500: Connection refused`.
@@ -327,6 +328,11 @@ def _is_from_server(error: grpc.RpcError) -> bool:
 
 
 def _unreachable_message(address: str, details: str) -> str:
+    if any(text in details for text in _CERTIFICATE_DATES):
+        return (
+            f"the certificate of the server at {address} is not valid today ({details}); give the "
+            "server a new one, or correct the clock of this machine"
+        )
     if any(text in details for text in _CERTIFICATE_ERRORS):
         return (
             f"the certificate of the server at {address} cannot be verified ({details}); name the "

@@ -53,6 +53,7 @@ DAMAGED_FILES = {
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "empty": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("not a checkpoint"),
+    "a changed byte": lambda path: change_byte(path),
     "weights alone": lambda path: torch.save({"conv.weight": torch.ones(1)}, path),
     "a tensor": lambda path: torch.save(torch.ones(1), path),
     "a missing key": lambda path: torch.save({"format": 2}, path),
@@ -62,6 +63,12 @@ DAMAGED_FILES = {
     "a configuration as list": lambda path: _set(path, "model_config", []),
     "a training state as number": lambda path: _set(path, "training_state", 3),
 }
+
+
+def change_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF  # in a weight
+    path.write_bytes(content)
 
 
 def _set(path: Path, key: str, value: object) -> None:

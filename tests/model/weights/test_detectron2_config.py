@@ -124,6 +124,8 @@ def test_assumptions_without_a_configuration_are_named(
         ("MODEL.ANCHOR_GENERATOR", "OFFSET", 0.5, "OFFSET to 0.5"),
         ("MODEL.ANCHOR_GENERATOR", "SIZES", [[32, 64]], "SIZES"),
         ("MODEL.ROI_MASK_HEAD", "POOLER_TYPE", "ROIAlignV2", "ROI_MASK_HEAD.POOLER_TYPE"),
+        ("MODEL.ROI_HEADS", "IN_FEATURES", ["p3", "p4", "p5"], "ROI_HEADS.IN_FEATURES"),
+        ("MODEL.RPN", "IN_FEATURES", ["p2", "p3"], "RPN.IN_FEATURES"),
         ("MODEL.ROI_HEADS", "NUM_CLASSES", 80, "3 classes.* 80"),
         ("INPUT", "FORMAT", "YUV-BT.601", "FORMAT"),
         ("INPUT", "MIN_SIZE_TEST", 0, "preprocessing.min_size is 0"),

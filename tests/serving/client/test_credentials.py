@@ -2,6 +2,7 @@
 
 import ssl
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,6 +143,15 @@ def test_tls_errors_name_the_remedy(
             detect(address, retries=0)
         with pytest.raises(UnreachableError, match=r"invalid.*--root-certificate"):
             detect(address, retries=0, credentials=Credentials(root_certificate=b"no certificate"))
+    past, future = (datetime.now(UTC) + timedelta(days=days) for days in (-1, 1))
+    for dates in ({"not_after": past}, {"not_before": future}):
+        expired = authority.issue_cert("localhost", **dates)
+        chain = expired.private_key_pem.bytes(), expired.cert_chain_pems[0].bytes()
+        with (
+            stub_server(StubDetector(), grpc.ssl_server_credentials([chain])) as address,
+            pytest.raises(UnreachableError, match=r"not valid today.*clock"),
+        ):
+            detect(address, credentials=trusting, retries=0)
     with (
         stub_server(StubDetector()) as address,
         pytest.raises(UnreachableError, match="TLS"),
