@@ -102,7 +102,7 @@ def load_tensors(path: Path) -> Any:
     """Read a file that `torch.save` wrote, on the CPU and without running code from it.
 
     Raises:
-        zipfile.BadZipFile: a part of the file has another checksum than the file states.
+        CheckpointError: a part of the file has another checksum than the file states.
         Exception: of any type, if the file is damaged otherwise, or holds objects that torch's
             `weights_only` forbids.
     """
@@ -111,7 +111,10 @@ def load_tensors(path: Path) -> Any:
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():
-                raise zipfile.BadZipFile(f"{damaged} has another checksum than the file states")
+                raise CheckpointError(
+                    f"{path} is damaged: the checksum of its part {damaged} is wrong; give another "
+                    "file, or save it again without torch.serialization.set_crc32_options(False)"
+                )
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

@@ -132,7 +132,9 @@ def fuse_middle_convolutions(program: ExportedProgram) -> None:
     graph = program.graph_module.graph
     for node in graph.find_nodes(op="call_function", target=_own.block_transition.default):
         middle, *others = node.args
-        if middle.target is not _own.cudnn_convolution.default or len(middle.users) != 1:
+        if middle.target is not _own.cudnn_convolution.default:
+            continue
+        if len(middle.users) != 1 or middle in others:  # another operation needs its result, too
             continue
         images, weight, bias, *window, relu = middle.args
         keeps_size = window == [[1, 1], [1, 1], [1, 1]]  # stride, padding and dilation

@@ -50,9 +50,7 @@ _FIXED: Mapping[str, Sequence[object]] = {
     "MODEL.ANCHOR_GENERATOR.NAME": ("DefaultAnchorGenerator",),
     "MODEL.ANCHOR_GENERATOR.OFFSET": (0,),
     "MODEL.FPN.FUSE_TYPE": ("sum",),
-    "MODEL.RPN.IN_FEATURES": (["p2", "p3", "p4", "p5", "p6"], ["res4"], ["res5"]),
     "MODEL.RPN.BBOX_REG_WEIGHTS": ([1, 1, 1, 1],),
-    "MODEL.ROI_HEADS.IN_FEATURES": (["p2", "p3", "p4", "p5"], ["res4"], ["res5"]),
     "MODEL.ROI_HEADS.NAME": ("StandardROIHeads", "Res5ROIHeads"),
     "MODEL.ROI_BOX_HEAD.BBOX_REG_WEIGHTS": ([10, 10, 5, 5],),
     "MODEL.ROI_BOX_HEAD.POOLER_TYPE": ("ROIAlign", "ROIAlignV2"),
@@ -115,6 +113,11 @@ def _config_from(path: Path, values: Mapping[str, Any]) -> Detectron2Config:
     key = "MODEL.RESNETS.RES5_DILATION"
     if has_single_map and not shares_pooler and values.get(key, 2) != 2:
         raise _unsupported(path, key, values[key])
+    pyramid = ["p2", "p3", "p4", "p5", "p6"]
+    single = ["res4"] if shares_pooler else ["res5"] if has_single_map else None
+    for key, levels in (("MODEL.RPN", pyramid), ("MODEL.ROI_HEADS", pyramid[:-1])):
+        if values.get(f"{key}.IN_FEATURES", single or levels) != (single or levels):
+            raise _unsupported(path, f"{key}.IN_FEATURES", values[f"{key}.IN_FEATURES"])
     for kind in ("POOLER_TYPE", "POOLER_SAMPLING_RATIO"):
         box, mask = (values.get(f"MODEL.ROI_{head}_HEAD.{kind}") for head in ("BOX", "MASK"))
         if not shares_pooler and mask is not None and box not in (None, mask):

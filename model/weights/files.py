@@ -90,6 +90,8 @@ def read_file(path: Path) -> Any:
             return _ArrayUnpickler(file).load()
     except _ForbiddenGlobalError as error:
         _reject(path, str(error))
+    except CheckpointError as error:
+        raise WeightsError(str(error)) from None
     except OSError as error:
         raise WeightsError(unreadable_file_message(path, error)) from error
     except Exception as error:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..runtime.arguments import HALF_TYPES, kernel_argument
+from ..runtime.arguments import HALF_TYPES, aligned, check_argument
 from ..runtime.launching import common_device
 from .fastest import run_fastest
 from .library_operations import cudnn_convolution, gemm_convolution
@@ -33,11 +33,13 @@ _MAX_INPUTS = 128  # inputs of the last convolution, and of the shortcut's
 _MAX_OUTPUTS = 512  # outputs of the residual block
 _MAX_REDUCED = 256  # outputs of the next block's first convolution
 _MAX_REDUCED_WITH_SHORTCUT = 128  # the same outputs, if the shortcut has a convolution
-# Maximum number of channels of the middle convolution, and of one that is always faster fused.
-_MAX_MIDDLE, _FASTER_MIDDLE = 128, 64
+# Maximum number of channels of a middle convolution that can be fused.
+_MAX_MIDDLE = 128
+# Maximum number of channels with which the fused kernel is always faster on `_MEASURED_CAPABILITY`.
+_FASTER_MIDDLE = 64
 
-# Compute capability on which the fused kernel was always faster than separate kernels, except for
-# some middle convolutions. There, the separate kernels are not measured.
+# Compute capability on which the fused kernel was always faster than separate kernels. Separate
+# kernels are not measured on it, unless there is a middle convolution of many channels.
 _MEASURED_CAPABILITY = (9, 0)
 
 
@@ -177,12 +179,12 @@ def _(
         return _empty_outputs(images, weight, next_weight)
 
     def fused(blocks: Blocks) -> tuple[Tensor, Tensor]:
-        output, reduced = _empty_outputs(images, weight, next_weight)
-        outputs = {"output": output, "reduced": reduced}
-        for name, tensor in outputs.items():
-            outputs[name] = _kernel_map(tensor.permute(0, 2, 3, 1), "middle_weight" in inputs)
-        launch_block_transition({**tensors, **outputs}, blocks)
-        return output, reduced
+        results = _empty_outputs(images, weight, next_weight)
+        output, reduced = (
+            _kernel_map(result.permute(0, 2, 3, 1), "middle_weight" in inputs) for result in results
+        )
+        launch_block_transition({**tensors, "output": output, "reduced": reduced}, blocks)
+        return results
 
     def separate() -> tuple[Tensor, Tensor]:
         if middle_weight is not None and middle_bias is not None:
@@ -240,26 +242,26 @@ def _kernel_tensors(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     batch, channels, rows, columns = images.shape
     outputs, reduced = len(inputs["weight"]), len(inputs["next_weight"])
     shortcut = inputs["shortcut_weight"].shape[1] if "shortcut_weight" in inputs else outputs
-    shapes = {  # of tensors of four dimensions: channels last
-        "images": (batch, rows, columns, channels),
-        "weight": (outputs, 1, 1, channels),
+    shapes = {
+        "images": (batch, channels, rows, columns),
+        "weight": (outputs, channels, 1, 1),
         "bias": (outputs,),
-        "shortcut": (batch, rows, columns, shortcut),
-        "shortcut_weight": (outputs, 1, 1, shortcut),
+        "shortcut": (batch, shortcut, rows, columns),
+        "shortcut_weight": (outputs, shortcut, 1, 1),
         "shortcut_bias": (outputs,),
-        "next_weight": (reduced, 1, 1, outputs),
+        "next_weight": (reduced, outputs, 1, 1),
         "next_bias": (reduced,),
-        "middle_weight": (channels, 3, 3, channels),
+        "middle_weight": (channels, channels, 3, 3),
         "middle_bias": (channels,),
     }
     common_device("block_transition", inputs.values())
     tensors = {}
     for name, tensor in inputs.items():
-        last = tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor
-        tensors[name] = kernel_argument(name, last, images.dtype, shapes[name])
+        check_argument(name, tensor, images.dtype, shapes[name])
+        tensors[name] = aligned(tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor)
         if name in ("images", "shortcut"):
             tensors[name] = _kernel_map(tensors[name], "middle_weight" in inputs)
-        elif last.dim() == 4:
+        elif tensor.dim() == 4:
             tensors[name] = tensors[name].flatten(1)
     return tensors
 

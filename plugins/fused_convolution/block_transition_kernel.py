@@ -23,7 +23,7 @@ class Blocks(NamedTuple):
     warps: int
     # Pipeline stages: number of groups of `channels` whose inputs are in shared memory at once.
     stages: int
-    # The same for the middle convolution: number of products of `_BLOCK_K` input channels.
+    # Pipeline stages of the loop over the inputs of the middle convolution. 0: it has none.
     middle_stages: int = 0
 
 

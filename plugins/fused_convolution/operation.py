@@ -120,12 +120,13 @@ def pointwise_convolution(
         return in_torch
     from .pointwise_kernel import can_keep_weight, launch_pointwise_convolution
 
+    is_plain = stride == 1 and not relu
+    if residual is not None and is_plain and residual.shape[2:] != images.shape[2:]:
+        has_one_type = all(x.dtype == images.dtype for x in (weight, bias, residual))
+        if has_one_type and can_keep_weight(images, len(weight)):
+            upsampling: Tensor = upsampling_convolution(images, weight, bias, residual)
+            return upsampling
     output = empty_pointwise_output(images, weight, stride)
-    is_upsampled = residual is not None and residual.shape[2] != output.shape[2]
-    if is_upsampled and not relu and can_keep_weight(images, len(weight)):
-        assert residual is not None
-        upsampling: Tensor = upsampling_convolution(images, weight, bias, residual)
-        return upsampling
     launch_pointwise_convolution(images, weight, bias, residual, output, stride, relu)
     return output
 
@@ -148,10 +149,10 @@ def upsampling_convolution(images: Tensor, weight: Tensor, bias: Tensor, coarse:
     """
     from .pointwise_kernel import launch_upsampling_convolution
 
-    images, coarse = (x.contiguous(memory_format=torch.channels_last) for x in (images, coarse))
     output = empty_pointwise_output(images, weight)
     if output.numel():
-        launch_upsampling_convolution(images, weight.contiguous(), bias, coarse, output)
+        with torch.cuda.device(images.device):
+            launch_upsampling_convolution(images, weight, bias, coarse, output)
     return output
 
 

@@ -10,6 +10,7 @@ from torch.library import wrap_triton
 from triton import language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..runtime.arguments import aligned, check_argument
 from ..runtime.launching import shared_memory_limit
 
 # Launch parameters that were fastest, or as fast as others, for the 1x1 convolutions of R-50-FPN on
@@ -81,7 +82,7 @@ def launch_pointwise_convolution(
 
 
 def can_keep_weight(images: Tensor, outputs: int) -> bool:
-    """Return whether `launch_upsampling_convolution` supports `images` [B, C, H, W] on a GPU.
+    """Return whether `launch_upsampling_convolution` supports `images` [B, C, H, W].
 
     It supports certain numbers of input and output channels, and needs a GPU with enough shared
     memory. `outputs` is the number of output channels.
@@ -89,8 +90,9 @@ def can_keep_weight(images: Tensor, outputs: int) -> bool:
     channels = images.shape[1]
     power = channels & (channels - 1) == 0
     suits = 64 <= channels <= _RESIDENT_CHANNELS and outputs % _RESIDENT["BLOCK_N"] == 0
-    fits = shared_memory_limit(images.device) >= _RESIDENT_BLOCKS * _RESIDENT_BYTES
-    return power and suits and fits
+    if not (images.is_cuda and power and suits):
+        return False
+    return shared_memory_limit(images.device) >= _RESIDENT_BLOCKS * _RESIDENT_BYTES
 
 
 def launch_upsampling_convolution(
@@ -98,22 +100,34 @@ def launch_upsampling_convolution(
 ) -> None:
     """Queue the Triton kernel of `upsampling_convolution`.
 
-    The kernel writes its result to `output`. All maps must be channels-last, and `weight`
-    contiguous. `can_keep_weight` must be true.
+    The kernel writes its result to `output`, which must be channels-last. The other arguments are
+    those of `upsampling_convolution`. `can_keep_weight` must be true.
+
+    Raises:
+        ValueError: an argument has another dtype or shape than `upsampling_convolution` documents.
     """
     batch, outputs, rows, columns = output.shape
     channels, side, block = images.shape[1], _RESIDENT["SIDE"], _RESIDENT["BLOCK_N"]
+    shapes = {
+        "images": (batch, channels, rows, columns),
+        "weight": (outputs, channels, 1, 1),
+        "bias": (outputs,),
+        "coarse": (batch, outputs, rows // 2, columns // 2),
+    }
+    tensors = images, weight, bias, coarse
+    for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
+        check_argument(name, tensor, output.dtype, shape)
+    images, coarse = (aligned(tensor.permute(0, 2, 3, 1)) for tensor in (images, coarse))
     parts = outputs // block
     multiprocessors = torch.cuda.get_device_properties(images.device).multi_processor_count
     blocks = max(1, _RESIDENT_BLOCKS * multiprocessors // parts)
     tiles = triton.cdiv(rows, side), triton.cdiv(columns, side)
-    images, coarse, output = (x.permute(0, 2, 3, 1) for x in (images, coarse, output))
     _upsampling_convolution[(blocks * parts,)](
         descriptor(images, (1, side, side, channels)),
-        descriptor(weight.flatten(1), (block, channels)),
-        bias,
+        descriptor(aligned(weight.flatten(1)), (block, channels)),
+        bias.contiguous(),
         descriptor(coarse, (1, side // 2, side // 2, block)),
-        descriptor(output, (1, side, side, block)),
+        descriptor(output.permute(0, 2, 3, 1), (1, side, side, block)),
         batch * tiles[0] * tiles[1],
         ROWS=tiles[0],
         COLUMNS=tiles[1],

@@ -49,5 +49,10 @@ def kernel_argument(
     Arguments and errors are those of `check_argument`.
     """
     check_argument(name, tensor, dtype, shape)
+    return aligned(tensor)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return a tensor if it is contiguous and 16-byte aligned, otherwise a copy that is."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()

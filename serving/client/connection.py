@@ -330,8 +330,8 @@ def _is_from_server(error: grpc.RpcError) -> bool:
 def _unreachable_message(address: str, details: str) -> str:
     if any(text in details for text in _CERTIFICATE_DATES):
         return (
-            f"the certificate of the server at {address} is not valid today ({details}); give the "
-            "server a new one, or correct the clock of this machine"
+            f"the certificate of the server at {address}, or of its CA, is not valid today "
+            f"({details}); renew it, or correct the clock of this machine"
         )
     if any(text in details for text in _CERTIFICATE_ERRORS):
         return (

@@ -244,7 +244,11 @@ class AccessLog:
             self._log(f"call of {method}", peer, failure, {"method": method}, omitted)
 
     def _take(self, failure: BaseException | None) -> int | None:
-        """Return the number of lines omitted before this one, or None to omit this one too."""
+        """Decide whether to log a line, and count it as logged or omitted.
+
+        `failure` is the error that the line reports. Return the number of lines that were omitted
+        before this one, or None to omit this one too.
+        """
         if not _log.isEnabledFor(logging.INFO):
             return None
         return self._samples[failure is None].take()

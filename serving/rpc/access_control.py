@@ -54,7 +54,6 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 T = TypeVar("T")
 
 
-@lru_cache(MAX_HANDLERS)
 def is_public(method: str) -> bool:
     """Return whether clients without a token may call `method` (`/package.Service/Method`).
 

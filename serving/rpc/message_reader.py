@@ -57,6 +57,8 @@ class _Wait:
     # Time limit in seconds, and deadline in seconds of `time.monotonic`. May be infinite.
     timeout_s: float
     deadline: float
+    # Number of requests to cancel the task that were made before the wait.
+    cancelling: int
     # Error that ended the wait. None: the wait goes on.
     error: ServingError | None = None
 
@@ -97,7 +99,7 @@ class PendingMessages:
 
         Args:
             context: gRPC context of a call without a request deserializer.
-            timeout_s: Maximum time to wait, in seconds; the same for all calls. None: no limit.
+            timeout_s: Maximum time to wait, in seconds. None: no limit.
 
         Returns:
             The serialised message. None: the client sends no more messages.
@@ -117,19 +119,23 @@ class PendingMessages:
             # grpc's stubs lack EOF.
             return None if message is grpc.aio.EOF else message  # type: ignore[attr-defined]
         except asyncio.CancelledError:
-            if wait.error is None or wait.task.uncancel():  # something else cancelled the task
+            # If something else cancelled the task too, the cancellation goes on.
+            if wait.error is None or wait.task.uncancel() > wait.cancelling:
                 raise
             raise wait.error from None
         finally:
             self._waits.pop(wait, None)
+            # Otherwise, the error would refer to itself through its traceback, and only a full
+            # garbage collection would free the part of the message that has arrived.
+            del wait
 
     def _start(self, peer: str, timeout_s: float) -> _Wait:
         task = asyncio.current_task()
         assert task
-        wait = _Wait(task, peer, timeout_s, time.monotonic() + timeout_s)
+        wait = _Wait(task, peer, timeout_s, time.monotonic() + timeout_s, task.cancelling())
         self._waits[wait] = None
-        if self._timer is None and timeout_s < math.inf:
-            self._start_timer(timeout_s)
+        if self._timer is None or wait.deadline < self._timer.when():
+            self._start_timer(wait.deadline)
         return wait
 
     def _cancel_oldest(self) -> None:
@@ -144,12 +150,17 @@ class PendingMessages:
             )
         )
 
-    def _start_timer(self, delay_s: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._end_expired)
+    def _start_timer(self, deadline: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if deadline < math.inf:
+            # `time.monotonic` is the clock of asyncio's event loops.
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._end_expired)
 
     def _end_expired(self) -> None:
         """End the waits whose deadlines have passed, and start the timer for the others."""
-        self._timer, now = None, time.monotonic()
+        now = time.monotonic()
         for wait in self._waits:
             if wait.deadline <= now:
                 wait.end(
@@ -158,9 +169,8 @@ class PendingMessages:
                         "a smaller request, or raise the server's --receive-timeout-s"
                     )
                 )
-        later = (wait.deadline for wait in self._waits if now < wait.deadline < math.inf)
-        if earliest := min(later, default=None):
-            self._start_timer(earliest - now)
+        later = (wait.deadline for wait in self._waits if now < wait.deadline)
+        self._start_timer(min(later, default=math.inf))
 
 
 def call_handler(

@@ -88,6 +88,14 @@ def test_damaged_files_are_rejected_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
+def test_wrong_checksums_are_named(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.pth"
+    path.write_bytes(tiny_checkpoint.read_bytes())
+    change_byte(path)
+    with pytest.raises(CheckpointError, match=r"checksum .*archive|checksum .*/data/"):
+        load_checkpoint(path)
+
+
 def test_unusable_paths_and_versions_are_rejected(tmp_path: Path) -> None:
     torch.save({"format": 99}, tmp_path / "future.pth")
     for path, message in (

@@ -76,6 +76,32 @@ def test_pointwise_convolution_adds_residual_and_relu(
     assert_near(actual, expected.relu() if relu else expected, dtype)
 
 
+def test_strides_and_upsampled_residuals_combine(device: str) -> None:
+    images, weight, bias = random_pointwise((2, 64, 64, 16, 24, 2), torch.float16, device)
+    added = random_tensor(2, 64, 4, 6, dtype=torch.float16, device=device)
+    expected = F.conv2d(images.double(), weight.double(), bias.double(), 2)
+    expected += F.interpolate(added.double(), scale_factor=2)
+    actual = pointwise_convolution(images, weight, bias, added, 2, False)
+    assert_near(actual, expected, torch.float16)
+
+
+class Lateral(torch.nn.Module):
+    """Lateral convolution of a feature pyramid."""
+
+    def forward(self, images: Tensor, weight: Tensor, bias: Tensor, coarse: Tensor) -> Tensor:
+        result: Tensor = pointwise_convolution(images, weight, bias, coarse, 1, False)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # raised by torch itself
+def test_lateral_convolutions_are_traced_without_a_gpu() -> None:
+    images, weight, bias = random_pointwise((1, 64, 64, 16, 24, 1), torch.bfloat16, "cpu")
+    coarse = random_tensor(1, 64, 8, 12, dtype=torch.bfloat16, device="cpu")
+    program = torch.export.export(Lateral(), (images, weight, bias, coarse))
+    result = program.run_decompositions({}).module()(images, weight, bias, coarse)
+    assert result.shape == (1, 64, 16, 24)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(

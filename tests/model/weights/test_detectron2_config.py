@@ -158,6 +158,26 @@ def test_single_maps_of_stride_32_are_rejected(weights: Path) -> None:
         convert_reference(weights, config=path)
 
 
+@pytest.mark.parametrize(
+    ("backbone", "head", "levels"),
+    [
+        ("build_resnet_backbone", "Res5ROIHeads", ["res5"]),
+        ("build_resnet_backbone", "StandardROIHeads", ["res4"]),
+        ("build_resnet_fpn_backbone", "StandardROIHeads", ["res5"]),
+    ],
+)
+def test_heads_that_read_other_maps_are_rejected(
+    weights: Path, backbone: str, head: str, levels: list[str]
+) -> None:
+    config: dict[str, Any] = yaml.safe_load(yaml.safe_dump(CONFIG))
+    config["MODEL"]["BACKBONE"]["NAME"] = backbone
+    config["MODEL"]["ROI_HEADS"] |= {"NAME": head, "IN_FEATURES": levels}
+    path = weights.with_name("other.yaml")
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(WeightsError, match=r"ROI_HEADS\.IN_FEATURES"):
+        convert_reference(weights, config=path)
+
+
 def test_tuples_are_read(weights: Path) -> None:
     config: dict[str, Any] = yaml.safe_load(yaml.safe_dump(CONFIG))
     config["MODEL"]["PIXEL_MEAN"] = "(11.0, 120.0, 90.0)"

@@ -1,11 +1,12 @@
 """Waits for messages, and validation of serialised messages, compared with protobuf's parser."""
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -145,9 +146,20 @@ def test_memory_per_message_is_bounded(
     assert "Traceback" not in log.read_text()
 
 
+class SilentCall:
+    """gRPC context of a call whose client sends nothing."""
+
+    def peer(self) -> str:
+        return "a"
+
+    async def read(self) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+
 async def test_each_wait_has_its_own_deadline() -> None:
     pending = PendingMessages(8)
-    silent = Mock(peer=lambda: "a", read=lambda: asyncio.Event().wait())
+    silent = SilentCall()
     limit_s = 0.2
 
     async def wait() -> float:
@@ -167,3 +179,38 @@ async def test_each_wait_has_its_own_deadline() -> None:
     unlimited.cancel()
     with pytest.raises(asyncio.CancelledError):
         await unlimited
+
+
+async def test_shorter_wait_ends_before_a_longer_one() -> None:
+    pending = PendingMessages(8)
+    longer = asyncio.create_task(pending.next(SilentCall(), 60))
+    await asyncio.sleep(0)
+    with pytest.raises(ExpiredError):
+        await asyncio.wait_for(pending.next(SilentCall(), 0.01), 10)
+    assert not longer.done()
+    longer.cancel()
+
+
+async def test_expired_wait_after_an_ignored_cancellation() -> None:
+    task = asyncio.current_task()
+    assert task
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.sleep(1)
+    with pytest.raises(ExpiredError):
+        await PendingMessages(8).next(SilentCall(), 0.01)
+    task.uncancel()
+
+
+async def test_expired_wait_frees_its_call_without_a_garbage_collection() -> None:
+    gc.disable()
+    try:
+        call = SilentCall()
+        reference = weakref.ref(call)
+        with pytest.raises(ExpiredError):
+            await PendingMessages(8).next(call, 0.01)
+        del call
+        await asyncio.sleep(0)  # until then, asyncio refers to the cancellation
+        assert reference() is None
+    finally:
+        gc.enable()
