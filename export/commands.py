@@ -124,7 +124,8 @@ class VariadicCommand(click.Command):
 )  # fmt: skip
 @click.option(
     "--calibration", metavar="IMAGES",
-    help="Folder of images on which the value ranges of tensors are measured, for int8 and fp8.",
+    help="Image or folder of images on which the value ranges of tensors are measured, for int8 "
+    "and fp8.",
 )  # fmt: skip
 @click.option(
     "--samples", metavar="IMAGES",
@@ -268,6 +269,10 @@ def table_of(comparisons: "list[Comparison]") -> Table:
 def _images_in(path: Path, option: str) -> list[Path]:
     if path.is_file():
         return [path]
+    if not path.exists():
+        raise click.BadParameter(
+            f"{path} does not exist; give an image or a folder of images", param_hint=option
+        )
     # If the folder itself has no images, search its subfolders, where data sets often have them.
     found = (sorted(filter(is_image_file, path.glob(pattern))) for pattern in ("*", "**/*"))
     images = next(filter(None, found), [])

@@ -81,7 +81,7 @@ USAGE_ERRORS = {
         "'int8', 'fp8'."
     ),
     "export no-such.pth -o b --precision int8 --calibration none": (
-        "Invalid value for --calibration: none is neither an image nor a folder of images"
+        "Invalid value for --calibration: none does not exist; give an image or a folder of images"
     ),
     "export no-such.pth -o b --batch 8": (
         "--batch has no effect without --engine tensorrt or --engine tensorrt-rtx; usage: "
@@ -92,7 +92,8 @@ USAGE_ERRORS = {
         "outside of it; usage: maskrcnn export [OPTIONS] CHECKPOINT"
     ),
     "export no-such.pth -o b --verify no-such-folder": (
-        "Invalid value for --verify: no-such-folder is neither an image nor a folder of images"
+        "Invalid value for --verify: no-such-folder does not exist; give an image or a folder of "
+        "images"
     ),
     "predict no-such-bundle images": (
         "Invalid value for 'IMAGES...': Path 'images' does not exist."

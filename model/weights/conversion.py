@@ -187,7 +187,7 @@ def check_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     if surplus:
         raise WeightsError(
             "the weights contain tensors that the configured model does not have: "
-            f"{abbreviated(surplus)}; set the differing settings with KEY=VALUE"
+            f"{abbreviated(surplus)}; correct the differing settings with KEY=VALUE"
         )
     check_shapes(tensors, expected)
 
@@ -202,7 +202,7 @@ def check_shapes(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         if name in tensors and tensors[name].shape != tensor.shape:
             raise WeightsError(
                 f"tensor {name} has shape {list(tensors[name].shape)}, but the configuration needs "
-                f"{list(tensor.shape)}; set the differing setting with KEY=VALUE, as in "
+                f"{list(tensor.shape)}; correct the differing setting with KEY=VALUE, as in "
                 "anchors.sizes=[32,64,128,256,512]"
             )
 
