@@ -63,10 +63,8 @@ def has_type(value: object, classes: tuple[type, ...]) -> bool:
 def _check_types(options: object, fields: _Fields) -> None:
     values = vars(options)
     for name, description, classes in fields:
-        value = values[name]
-        # The first condition is quick, and holds for most values.
-        if type(value) not in classes and not has_type(value, classes):
-            raise InvalidRequestError(f"{name} is {value!r}; it must be {description}")
+        if not has_type(values[name], classes):
+            raise InvalidRequestError(f"{name} is {values[name]!r}; it must be {description}")
 
 
 @dataclass(frozen=True, kw_only=True)

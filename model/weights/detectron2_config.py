@@ -99,7 +99,7 @@ def _config_from(path: Path, values: Mapping[str, Any]) -> Detectron2Config:
         WeightsError: this model cannot represent a setting.
         TypeError, ValueError, RuntimeError: a value has another form than in detectron2.
     """
-    for key, allowed in _FIXED.items():
+    for key, allowed in {**_FIXED, **_feature_maps(values)}.items():
         if key in values and values[key] not in allowed:
             raise _unsupported(path, key, values[key])
     settings = {ours: values[key] for key, ours in _KEYS.items() if key in values}
@@ -113,11 +113,6 @@ def _config_from(path: Path, values: Mapping[str, Any]) -> Detectron2Config:
     key = "MODEL.RESNETS.RES5_DILATION"
     if has_single_map and not shares_pooler and values.get(key, 2) != 2:
         raise _unsupported(path, key, values[key])
-    pyramid = ["p2", "p3", "p4", "p5", "p6"]
-    single = ["res4"] if shares_pooler else ["res5"] if has_single_map else None
-    for key, levels in (("MODEL.RPN", pyramid), ("MODEL.ROI_HEADS", pyramid[:-1])):
-        if values.get(f"{key}.IN_FEATURES", single or levels) != (single or levels):
-            raise _unsupported(path, f"{key}.IN_FEATURES", values[f"{key}.IN_FEATURES"])
     for kind in ("POOLER_TYPE", "POOLER_SAMPLING_RATIO"):
         box, mask = (values.get(f"MODEL.ROI_{head}_HEAD.{kind}") for head in ("BOX", "MASK"))
         if not shares_pooler and mask is not None and box not in (None, mask):
@@ -134,6 +129,20 @@ def _config_from(path: Path, values: Mapping[str, Any]) -> Detectron2Config:
         _statistics(values),
         values.get("MODEL.ROI_HEADS.NUM_CLASSES"),
     )
+
+
+def _feature_maps(values: Mapping[str, Any]) -> Mapping[str, Sequence[object]]:
+    """Return by key the feature maps that the RPN and the heads may read."""
+    rpn, heads = "MODEL.RPN.IN_FEATURES", "MODEL.ROI_HEADS.IN_FEATURES"
+    if values.get("MODEL.ROI_HEADS.NAME") == "Res5ROIHeads":
+        return {rpn: (["res4"],), heads: (["res4"],)}
+    backbone = values.get("MODEL.BACKBONE.NAME")
+    if backbone == "build_resnet_backbone":
+        return {rpn: (["res5"],), heads: (["res5"],)}
+    pyramid = {rpn: ["p2", "p3", "p4", "p5", "p6"], heads: ["p2", "p3", "p4", "p5"]}
+    # A file that does not name its backbone may be for any of the three kinds.
+    others = [] if backbone else [["res4"], ["res5"]]
+    return {key: (maps, *others) for key, maps in pyramid.items()}
 
 
 def _values_in(path: Path, heirs: Sequence[Path] = ()) -> dict[str, Any]:

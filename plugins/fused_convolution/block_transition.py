@@ -33,9 +33,10 @@ _MAX_INPUTS = 128  # inputs of the last convolution, and of the shortcut's
 _MAX_OUTPUTS = 512  # outputs of the residual block
 _MAX_REDUCED = 256  # outputs of the next block's first convolution
 _MAX_REDUCED_WITH_SHORTCUT = 128  # the same outputs, if the shortcut has a convolution
-# Maximum number of channels of a middle convolution that can be fused.
-_MAX_MIDDLE = 128
-# Maximum number of channels with which the fused kernel is always faster on `_MEASURED_CAPABILITY`.
+# Shapes of the weights of middle convolutions that can be fused.
+_MIDDLE_SHAPES = (64, 64, 3, 3), (128, 128, 3, 3)
+# Maximum number of channels of a middle convolution with which the fused kernel is always faster on
+# `_MEASURED_CAPABILITY`.
 _FASTER_MIDDLE = 64
 
 # Compute capability on which the fused kernel was always faster than separate kernels. Separate
@@ -68,11 +69,7 @@ def can_fuse_middle(weight: Tensor) -> bool:
 
     `weight` is [C, C, K, K]. The convolution must have stride 1 and keep the height and width.
     """
-    outputs, inputs, *size = weight.shape
-    power = outputs & (outputs - 1) == 0
-    return (
-        power and outputs == inputs and _MIN_CHANNELS <= outputs <= _MAX_MIDDLE and size == [3, 3]
-    )
+    return tuple(weight.shape) in _MIDDLE_SHAPES
 
 
 @torch.library.custom_op("maskrcnn::block_transition", mutates_args=(), device_types="cpu")
@@ -203,8 +200,9 @@ def _(
     implementations: list[Callable[[], tuple[Tensor, Tensor]]] = [
         partial(fused, blocks) for blocks in candidates
     ]
-    is_measured = torch.cuda.get_device_capability(images.device) == _MEASURED_CAPABILITY
-    if not is_measured or (middle_weight is not None and len(middle_weight) > _FASTER_MIDDLE):
+    may_be_slower = middle_weight is not None and len(middle_weight) > _FASTER_MIDDLE
+    capability = torch.cuda.get_device_capability(images.device)
+    if may_be_slower or capability != _MEASURED_CAPABILITY:
         implementations.append(separate)
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     key = "block_transition", images.dtype, shapes, candidates

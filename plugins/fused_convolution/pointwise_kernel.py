@@ -129,8 +129,8 @@ def launch_upsampling_convolution(
         descriptor(coarse, (1, side // 2, side // 2, block)),
         descriptor(output.permute(0, 2, 3, 1), (1, side, side, block)),
         batch * tiles[0] * tiles[1],
-        ROWS=tiles[0],
-        COLUMNS=tiles[1],
+        TILE_ROWS=tiles[0],
+        TILE_COLUMNS=tiles[1],
         CHANNELS=channels,
         OUTPUTS=outputs,
         BLOCKS=blocks,
@@ -155,8 +155,8 @@ def _upsampling_convolution(  # type: ignore[no-untyped-def]
     coarse,
     output,
     tiles,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -167,9 +167,9 @@ def _upsampling_convolution(  # type: ignore[no-untyped-def]
 
     A thread block keeps BLOCK_N rows of the weight, one per output channel, in shared memory while
     it computes many tiles of SIDE x SIDE pixels. BLOCKS thread blocks keep the same rows, and each
-    of them computes a part of the tiles. An image has ROWS x COLUMNS tiles. All maps are tensor
-    descriptors: the tensor memory accelerator (TMA) copies their blocks, and does not copy pixels
-    outside of a map.
+    of them computes a part of the tiles. An image has TILE_ROWS x TILE_COLUMNS tiles. All maps are
+    tensor descriptors: the tensor memory accelerator (TMA) copies their blocks, and does not copy
+    pixels outside of a map.
     """
     HALF: tl.constexpr = SIDE // 2
     parts: tl.constexpr = OUTPUTS // BLOCK_N
@@ -177,9 +177,9 @@ def _upsampling_convolution(  # type: ignore[no-untyped-def]
     b = weight.load([channel, 0]).T
     offset = tl.load(bias + channel + tl.arange(0, BLOCK_N))[None, :]
     for tile in tl.range(tl.program_id(0) // parts, tiles, BLOCKS, num_stages=3):
-        column = tile % COLUMNS * SIDE
-        row = tile // COLUMNS % ROWS * SIDE
-        image = tile // COLUMNS // ROWS
+        column = tile % TILE_COLUMNS * SIDE
+        row = tile // TILE_COLUMNS % TILE_ROWS * SIDE
+        image = tile // TILE_COLUMNS // TILE_ROWS
         a = images.load([image, row, column, 0]).reshape(SIDE * SIDE, CHANNELS)
         added = coarse.load([image, row // 2, column // 2, channel])
         added = added.reshape(HALF, 1, HALF, 1, BLOCK_N)

@@ -10,6 +10,7 @@ from foreign_states import State, detectron2, random_state
 
 from maskrcnn_trt.model.bundle.spec import ShapeBucket
 from maskrcnn_trt.model.config.schema import ModelConfig
+from maskrcnn_trt.model.weights.detectron2_config import read_config
 from maskrcnn_trt.model.weights.files import WeightsError
 from maskrcnn_trt.model.weights.references import convert_reference
 
@@ -176,6 +177,13 @@ def test_heads_that_read_other_maps_are_rejected(
     path.write_text(yaml.safe_dump(config))
     with pytest.raises(WeightsError, match=r"ROI_HEADS\.IN_FEATURES"):
         convert_reference(weights, config=path)
+
+
+@pytest.mark.parametrize("name", ["res4", "res5"])
+def test_single_maps_are_read_without_the_name_of_the_backbone(name: str, tmp_path: Path) -> None:
+    path, maps = tmp_path / "single.yaml", {"IN_FEATURES": [name]}
+    path.write_text(yaml.safe_dump({"MODEL": {"RPN": maps, "ROI_HEADS": maps}}))
+    assert read_config(path) is not None
 
 
 def test_tuples_are_read(weights: Path) -> None:
