@@ -10,7 +10,7 @@ from torchvision.models.detection.rpn import RPNHead
 
 from ...model.mask_rcnn import MaskRCNN
 from ...model.roi_heads import MaskPredictor
-from ...plugins.class_logits import class_logits
+from ...plugins.class_logits import upsampled_class_logits
 from ...plugins.fused_convolution import gemm_convolution
 from ...plugins.resnet_stem import arranged_weight, resnet_stem
 from ...plugins.runtime.arguments import HALF_TYPES
@@ -43,7 +43,7 @@ def optimize_for_gpu(model: MaskRCNN) -> None:
     if isinstance(heads.box_head, TwoMLPHead):
         heads.box_head = _ChannelsLastBoxHead(heads.box_head, heads.config.box_pool)
     heads.box_predictor = _MergedBoxPredictor(heads.box_predictor)
-    setattr(heads, "mask_predictor", _PointwiseMaskPredictor(heads.mask_predictor))  # noqa: B010
+    setattr(heads, "mask_predictor", _FusedMaskPredictor(heads.mask_predictor))  # noqa: B010
     nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
 
 
@@ -144,29 +144,21 @@ class _MergedBoxPredictor(nn.Module):
         return logits, deltas
 
 
-class _PointwiseMaskPredictor(nn.Module):
-    """Mask predictor that computes the transposed convolution as a 1x1 convolution.
-
-    The resulting logits, 2x2 for each input cell, are rearranged into a map afterwards.
-    """
+class _FusedMaskPredictor(nn.Module):
+    """Mask predictor whose layers are one operation."""
 
     def __init__(self, predictor: MaskPredictor) -> None:
         super().__init__()
         upsample = predictor.conv5_mask
-        _, dim, rows, columns = upsample.weight.shape
         assert upsample.bias is not None
-        weight = upsample.weight.detach().permute(2, 3, 1, 0).flatten(0, 2)[:, :, None, None]
-        self.upsample = nn.Conv2d(upsample.in_channels, rows * columns * dim, 1)
-        self.upsample.weight = nn.Parameter(weight.contiguous())
-        self.upsample.bias = nn.Parameter(upsample.bias.detach().repeat(rows * columns))
+        weight = upsample.weight.detach().permute(2, 3, 1, 0)
+        self.weight = nn.Parameter(weight.contiguous())
+        self.bias = upsample.bias
         self.logits = predictor.mask_fcn_logits
-        self._cell = rows, columns
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
-        rows, columns = features.shape[2:]
-        cells = F.relu(self.upsample(features)).permute(0, 2, 3, 1)
         weight, bias = self.logits.weight.flatten(1), self.logits.bias
-        own = cells.reshape(labels.shape[0], -1, weight.shape[1])
-        logits: Tensor = class_logits(own, weight, bias, labels)
-        by_cell = logits.view(-1, rows, columns, *self._cell).permute(0, 1, 3, 2, 4)
-        return by_cell.reshape(-1, rows * self._cell[0], columns * self._cell[1])
+        logits: Tensor = upsampled_class_logits(
+            features, self.weight, self.bias, weight, bias, labels
+        )
+        return logits

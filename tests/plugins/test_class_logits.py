@@ -2,8 +2,13 @@ import pytest
 import torch
 from cuda_graphs import replayed
 from torch import Tensor
+from torch.nn import functional as F
 
-from maskrcnn_trt.plugins.class_logits import class_logits, relu_class_logits
+from maskrcnn_trt.plugins.class_logits import (
+    class_logits,
+    relu_class_logits,
+    upsampled_class_logits,
+)
 
 
 def random_arguments(
@@ -105,6 +110,72 @@ def test_wrong_arguments_raise() -> None:
         relu_class_logits(features, bias, weight, bias, labels)
     with pytest.raises(ValueError, match="features"):
         class_logits(features.double(), weight, bias, labels)
+
+
+def upsampling_arguments(
+    instances: int, channels: int, outputs: int, sides: tuple[int, int], dtype: torch.dtype,
+    device: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return arguments of `upsampled_class_logits`."""
+    generator = torch.Generator().manual_seed(instances)
+    features = torch.randn(instances, channels, *sides, generator=generator)
+    weight = torch.randn(2, 2, outputs, channels, generator=generator) / channels**0.5
+    bias = torch.randn(outputs, generator=generator)
+    class_weight = torch.randn(7, outputs, generator=generator) / outputs**0.5
+    class_bias = torch.randn(7, generator=generator)
+    labels = torch.randint(0, 7, (instances,), generator=generator)
+    values = (x.to(device, dtype) for x in (features, weight, bias, class_weight, class_bias))
+    return *values, labels.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("instances", "channels", "outputs", "sides"),
+    [(3, 256, 256, (14, 14)), (1, 64, 128, (8, 8)), (50, 128, 64, (9, 8)), (2, 40, 24, (3, 5)),
+     (0, 256, 256, (14, 14)), (25, 256, 256, (14, 14))],
+)  # fmt: skip
+def test_equals_transposed_convolution_and_logits_of_each_class(
+    instances: int,
+    channels: int,
+    outputs: int,
+    sides: tuple[int, int],
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    arguments = upsampling_arguments(instances, channels, outputs, sides, dtype, device)
+    *values, labels = (x.cpu() for x in arguments)
+    features, weight, bias, class_weight, class_bias = (x.double() for x in values)
+    hidden = F.conv_transpose2d(features, weight.permute(3, 2, 0, 1), bias, stride=2).relu()
+    expected = torch.einsum("rdhw,rd->rhw", hidden, class_weight[labels])
+    expected += class_bias[labels][:, None, None]
+    channels_last = arguments[0].contiguous(memory_format=torch.channels_last)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    for given in (arguments[0], channels_last):
+        actual = upsampled_class_logits(given, *arguments[1:])
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+def test_upsampled_logits_of_any_number_of_instances() -> None:
+    """Groups of cells begin and end at different cells of instances."""
+    features, *others, labels = upsampling_arguments(40, 256, 256, (14, 14), torch.float16, "cuda")
+    expected = upsampled_class_logits(features, *others, labels)
+    for count in (1, 2, 7, 33, 39):
+        actual = upsampled_class_logits(features[:count], *others, labels[:count])
+        assert torch.equal(actual, expected[:count])
+
+
+@pytest.mark.gpu
+def test_upsampled_logits_with_wrong_arguments_raise() -> None:
+    arguments = upsampling_arguments(2, 64, 64, (8, 8), torch.float16, "cuda")
+    features, weight, bias, class_weight, class_bias, labels = arguments
+    with pytest.raises(ValueError, match=r"weight.*\[2, 2, 64, 64\]"):
+        upsampled_class_logits(features, weight[:1], bias, class_weight, class_bias, labels)
+    with pytest.raises(ValueError, match=r"class_bias.*float16"):
+        upsampled_class_logits(features, weight, bias, class_weight, class_bias.float(), labels)
+    with pytest.raises(ValueError, match=r"labels.*\[2\]"):
+        upsampled_class_logits(features, weight, bias, class_weight, class_bias, labels[:1])
 
 
 def test_opcheck(device: str) -> None:

@@ -88,22 +88,23 @@ def test_convolutions_are_fused(programs: Path) -> None:
         operations_in(torch.export.load(programs / f"model-{types}-96x160.pt2"))
         for types in ("fp32", "bf16")
     )
-    # The stem, two per block of ResNet-10, the RPN's hidden map at five levels, three for masks.
-    assert single["maskrcnn.convolution_relu.default"] == 1 + 8 + 5 + 3
+    # The stem, two per block of ResNet-10, the RPN's hidden map at five levels, two for masks.
+    assert single["maskrcnn.convolution_relu.default"] == 1 + 8 + 5 + 2
     # Shortcuts, two per level of the pyramid, the RPN's output at five levels.
     assert single["aten.conv2d.default"] == 3 + 8 + 5
     assert single["aten.add.Tensor"] < 8
     # The pyramid's narrow lateral convolutions with their additions, the RPN's output.
     assert half["maskrcnn.pointwise_convolution.default"] == 4 + 5
-    # The upsampling of masks, and two layers of the box head.
-    assert half["maskrcnn.gemm_convolution.default"] == 1 + 2
+    # Two layers of the box head.
+    assert half["maskrcnn.gemm_convolution.default"] == 2
     # Like `convolution_relu` in fp32, but without the stem, and without the last ones of blocks,
-    # which add a residual map, and the upsampling. Shortcuts, and the pyramid's outputs.
+    # which add a residual map. Shortcuts, and the pyramid's outputs.
     assert half["maskrcnn.cudnn_convolution.default"] == 4 + 5 + 2 + 3 + 4
     assert half["maskrcnn.convolution_relu.default"] == 4
     assert not half["aten.conv2d.default"]
     assert not half["aten.upsample_nearest2d.vec"]
     assert half["maskrcnn.resnet_stem.default"] == 1
+    assert half["maskrcnn.upsampled_class_logits.default"] == 1
 
 
 class _Branching(torch.nn.Module):
