@@ -1,5 +1,6 @@
 """Conversion of a model to a torch program, and its compilation for the GPU."""
 
+import functools
 import importlib
 import io
 import logging
@@ -16,7 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from ...model.bundle.compiled_program import add_kernels, current_target, write_compiled_program
+from ...model.bundle.compiled_program import (
+    add_kernels,
+    compile_program,
+    current_target,
+    write_compiled_program,
+)
 from ...model.bundle.manifest import COMPILED_SUFFIX, CompiledProgram, Precision, sha256_of
 from ...model.bundle.program import ignore_torch_warnings
 from ...model.bundle.spec import ShapeBucket
@@ -26,8 +32,8 @@ from .fused_graph import fuse_blocks, fuse_convolutions, fuse_middle_convolution
 
 _log = logging.getLogger(__name__)
 
-# Maximum number of parallel compilations.
-_MAX_COMPILATIONS = 4
+# Maximum number of parallel compilations. Each of them uses two processes.
+_MAX_COMPILATIONS = 2
 
 
 class _TupleModel(nn.Module):
@@ -155,23 +161,25 @@ def _check_compiler() -> None:
 
 def _compile_in_new_processes(compilation: Compilation) -> None:
     # torch's compiler is not thread-safe, and `add_kernels` needs a process of its own. The process
-    # for `add_kernels` imports torch while the other one compiles.
+    # for `add_kernels` imports torch while the other ones compile.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as running:
         running.submit(importlib.import_module, add_kernels.__module__)
-        with ProcessPoolExecutor(1, context) as compiling:
-            compiling.submit(_compile, compilation).result()
-        # The compiling process has ended, so its GPU memory is free.
-        running.submit(_add_kernels, compilation).result()
+        with ProcessPoolExecutor(2, context) as compiling:
+            one, many = compiling.map(functools.partial(_compile, compilation), (False, True))
+        # The compiling processes have ended, so their GPU memory is free.
+        running.submit(_write_with_kernels, compilation, one, many).result()
 
 
-def _compile(compilation: Compilation) -> None:
+def _compile(compilation: Compilation, any_batch: bool) -> bytes:
     path, precision, _, dtype = compilation
-    write_compiled_program(path, precision, _gpu(), compilation.images, dtype, compilation.compiled)
+    images = compilation.images
+    return compile_program(path, precision, _gpu(), images, dtype, any_batch=any_batch)
 
 
-def _add_kernels(compilation: Compilation) -> None:
-    _, precision, _, dtype = compilation
+def _write_with_kernels(compilation: Compilation, one: bytes, many: bytes) -> None:
+    path, precision, _, dtype = compilation
+    write_compiled_program(path, one, many, compilation.compiled)
     try:
         add_kernels(compilation.compiled, precision, _gpu(), compilation.images, dtype)
     except RuntimeError as error:  # in most cases, too little GPU memory

@@ -77,15 +77,16 @@ def load_artifact(bundle: Path, artifact: Artifact, device: torch.device) -> Pro
     return program_from_exported(exported, artifact.precision, device)
 
 
-def write_compiled_program(
+def compile_program(
     path: Path,
     precision: Precision,
     device: torch.device,
     images: torch.Size,
     dtype: torch.dtype,
-    compiled: Path,
-) -> None:
-    """Compile an exported program twice, for batch size 1 and for larger batches, into one file.
+    *,
+    any_batch: bool,
+) -> bytes:
+    """Compile an exported program, and return the code for `write_compiled_program`.
 
     Args:
         path: file of the exported program.
@@ -93,15 +94,27 @@ def write_compiled_program(
         device: device to compile for: a GPU with its index, or the CPU.
         images: shape [2, 3, H, W] of an example batch; H x W is the program's fixed input size.
         dtype: dtype of the images.
-        compiled: path of the file to write.
+        any_batch: whether to compile for all batch sizes above 1, instead of only for 1.
     """
     program = load_exported_program(path, device)
-    weights = _weights(program)
     batch = torch.zeros(images, dtype=dtype, device=device)
+    if not any_batch:
+        batch = batch[:1]
     with torch.no_grad(), torch_math_mode(precision), ignore_torch_warnings():
-        one = _compiled(program, weights, batch[:1], any_batch=False)
-        many = _compiled(program, weights, batch, any_batch=True)
-    _write(compiled, {"weights": [weight.cpu() for weight in weights], "one": one, "many": many})
+        return _compiled(program, _weights(program), batch, any_batch=any_batch)
+
+
+def write_compiled_program(path: Path, one: bytes, many: bytes, compiled: Path) -> None:
+    """Write the code and the weights of a compiled program to a file.
+
+    Args:
+        path: file of the exported program.
+        one: output of `compile_program` for batch size 1.
+        many: output of `compile_program` for larger batches.
+        compiled: path of the file to write.
+    """
+    weights = _weights(load_exported_program(path, torch.device("cpu")))
+    _write(compiled, {"weights": weights, "one": one, "many": many})
 
 
 def add_kernels(

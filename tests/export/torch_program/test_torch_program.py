@@ -183,12 +183,16 @@ def test_full_disk_raises(tmp_path: Path) -> None:
         write_program(program, tmp_path / "model.pt2")
 
 
+def die(*_: object) -> None:
+    os._exit(3)
+
+
 def test_killed_compilation_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CC", "gcc")
-    monkeypatch.setattr("maskrcnn_trt.export.torch_program.program._compile", os._exit)
+    monkeypatch.setattr("maskrcnn_trt.export.torch_program.program._compile", die)
     with pytest.raises(EngineError, match="memory ran out"):
-        compile_programs([3])
+        compile_programs([Compilation(Path("model.pt2"), "fp32", BUCKET, torch.uint8)])
 
 
 def test_gpu_without_a_c_compiler_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

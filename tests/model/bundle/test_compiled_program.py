@@ -13,6 +13,7 @@ from torch.export import Dim
 
 from maskrcnn_trt.model.bundle.compiled_program import (
     add_kernels,
+    compile_program,
     load_compiled_program,
     write_compiled_program,
 )
@@ -62,6 +63,14 @@ def save_program(model: nn.Module, path: Path) -> None:
     )
 
 
+def compile_and_write(
+    program: Path, precision: Precision, device: torch.device, path: Path
+) -> None:
+    arguments = program, precision, device, SHAPE, torch.uint8
+    codes = [compile_program(*arguments, any_batch=any_batch) for any_batch in (False, True)]
+    write_compiled_program(program, *codes, path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "precision"),
@@ -84,7 +93,7 @@ def test_compiled_program_equals_the_interpreted_one(
     path = tmp_path / "model.compiled"
     target = torch.device(device)
     with fresh_cache():  # otherwise torch may reuse the code of an earlier run
-        write_compiled_program(program, precision, target, SHAPE, torch.uint8, path)
+        compile_and_write(program, precision, target, path)
     compiled = load_compiled_program(path, precision, target)
     cpu = torch.device("cpu")
     interpreted = program_from_exported(load_exported_program(program, cpu), "fp32", cpu)
@@ -133,7 +142,7 @@ def test_added_kernels_are_not_compiled_again(tmp_path: Path) -> None:
     save_program(Transition(), program)
     # Each step needs a new process, because kernels in a process's memory are not compiled again.
     steps = (
-        (write_compiled_program, program, "fp32", device, SHAPE, torch.uint8, path),
+        (compile_and_write, program, "fp32", device, path),
         (compiled_when_run, path, tmp_path / "before"),
         (add_kernels, path, "fp32", device, SHAPE, torch.uint8),
         (compiled_when_run, path, tmp_path / "after"),
