@@ -83,9 +83,7 @@ def encode_masks(masks: MaskBatch, run_capacity: int, capacity: int) -> EncodedM
         encodes it again.
     """
     depth = masks.boxes.shape[1]
-    sizes = masks.source_sizes.repeat_interleave(
-        depth, dim=0, output_size=depth * len(masks.source_sizes)
-    )
+    sizes = masks.source_sizes[:, None].expand(-1, depth, -1).reshape(-1, 2)
     pasted = masks.probabilities.flatten(0, 1), masks.boxes.flatten(0, 1), sizes
     runs = paste_rle(*pasted, run_capacity, paste=masks.paste)
     return EncodedMasks(*compress_runs(*runs, capacity))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.graph_capture import workspace
+from ..runtime.launching import current_stream_handle
 from .libraries import Library, UnsupportedError
 
 # Constants of the header files `cublasLt.h`, `cublas_api.h` and `library_types.h`.
@@ -146,7 +147,7 @@ class Product:
             ctypes.c_void_p(tensor.data_ptr())
             for tensor in (rows, weight, bias, added, output, scratch)
         )
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        stream = ctypes.c_void_p(current_stream_handle(rows.device))
         with _lock:
             self._set(_BIAS_POINTER, bias_)
             _library().call(

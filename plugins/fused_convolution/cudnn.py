@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.graph_capture import workspace
+from ..runtime.launching import current_stream_handle
 from .libraries import Library, UnsupportedError
 
 # Constants of cuDNN's header files.
@@ -87,7 +88,7 @@ class _Convolution:
             ctypes.c_void_p(tensor.data_ptr()) for tensor in (images, weight, bias, output, scratch)
         )
         one, zero = ctypes.byref(ctypes.c_float(1.0)), ctypes.byref(ctypes.c_float(0.0))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        stream = ctypes.c_void_p(current_stream_handle(images.device))
         with _lock:
             _library().call("cudnnSetStream", handle, stream)
             _library().call(

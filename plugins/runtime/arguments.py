@@ -29,8 +29,11 @@ def check_argument(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[i
     Raises:
         ValueError: the tensor has another dtype or shape.
     """
-    fits = len(shape) == tensor.dim() and all(
-        expected in (-1, size) for expected, size in zip(shape, tensor.shape, strict=True)
+    sides = tensor.shape
+    # Comparing the whole shape is faster.
+    fits = sides == shape or (
+        len(shape) == len(sides)
+        and all(expected in (-1, size) for expected, size in zip(shape, sides, strict=True))
     )
     if tensor.dtype != dtype or not fits:
         sizes = ", ".join("*" if size < 0 else str(size) for size in shape)

@@ -20,6 +20,7 @@ from ...model.bundle.program import Program
 from ...model.bundle.spec import ShapeBucket
 from ...model.resizing import Pixels
 from ...plugins.runtime.graph_capture import captured_graph
+from ...plugins.runtime.launching import current_stream_handle
 from ..errors import BackendError
 from .base import HostOutputs, ModelOutputs, batch_sizes, black_batch, check_outputs, wait_until
 
@@ -157,8 +158,8 @@ class TorchBackend:
             if self.device == "cuda":
                 with self._launching:
                     # All graphs share their memory, so each batch must wait for the previous one.
-                    stream = torch.cuda.current_stream()
-                    if stream != self._latest:
+                    if current_stream_handle(images.device) != self._latest.cuda_stream:
+                        stream = torch.cuda.current_stream()
                         stream.wait_stream(self._latest)
                         self._latest = stream
                     outputs = self._graphed[bucket](images, image_sizes)

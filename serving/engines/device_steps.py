@@ -52,6 +52,7 @@ from .device_batches import (
     device_response,
     is_serialised_on_device,
     message_overhead,
+    new_stream,
     scales_and_limits,
     selections_of,
     timing_of,
@@ -102,14 +103,12 @@ class DeviceSteps:
         self._run_capacity = run_capacity
         self._device = torch.device(backend.device)
         self._classes = class_table(manifest.categories, self._device)
-        # torch.cuda or torch.cpu. The streams of torch.cpu do nothing.
-        self._module = torch.get_device_module(self._device)
         # High priority: the short kernels must not wait for the model's long ones.
         self._preparing, self._pasting, self._repeating = (
-            self._module.Stream(priority=-1) for _ in range(3)
+            new_stream(self._device, priority=-1) for _ in range(3)
         )
-        self._computing = self._module.Stream()
-        self._waiting = threading.Lock()
+        self._computing = new_stream(self._device)
+        self._waiting, self._encoding = threading.Lock(), threading.Lock()
         # The steps from "prepare" to "paste" only queue work on the GPU, by hundreds of short calls
         # that release the GIL. If several threads were in these steps at once, each call would have
         # to wait for the GIL again, which costs far more than the calls.
@@ -125,8 +124,7 @@ class DeviceSteps:
         """Wait for the GPU work that the processing steps have queued."""
         # Not for the whole device, because that may end another thread's capture of a CUDA graph.
         for stream in (self._preparing, self._computing, self._pasting, self._repeating):
-            with self._module.stream(stream):
-                StreamEvent(self._device).wait(self._longest_pause_s)
+            StreamEvent(stream).wait(self._longest_pause_s)
 
     def _read(self, requests: Sequence[ImageRequest]) -> ReadBatch:
         files = [file_for_device(request.image) for request in requests]
@@ -141,8 +139,8 @@ class DeviceSteps:
 
     def _prepare(self, batch: ReadBatch) -> PreparedBatch:
         images = [request.image for request in batch.requests]
-        with self._module.stream(self._preparing):
-            begin = StreamEvent(self._device)
+        with self._preparing:
+            begin = StreamEvent(self._preparing)
             pixels = self._decoded(batch)
             padded = self._padded(batch.requests, pixels)
             host_sizes = np.array([[i.size for i in images], [i.source_size for i in images]])
@@ -167,7 +165,7 @@ class DeviceSteps:
                 limits,
                 on_device[4].view(torch.float64),
                 begin,
-                StreamEvent(self._device),
+                StreamEvent(self._preparing),
             )
 
     def _decoded(self, batch: ReadBatch) -> list[Tensor | ImageError]:
@@ -205,15 +203,15 @@ class DeviceSteps:
         return resize_pad(on_device, sizes, *bucket)
 
     def _infer(self, batch: PreparedBatch) -> InferredBatch:
-        with self._module.stream(self._computing):
+        with self._computing:
             batch.ready.block(self._computing)
-            begin = StreamEvent(self._device)
+            begin = StreamEvent(self._computing)
             outputs = self._backend.infer_on_device(batch.bucket, batch.images, batch.sizes)
-            return InferredBatch(batch, outputs, begin, StreamEvent(self._device))
+            return InferredBatch(batch, outputs, begin, StreamEvent(self._computing))
 
     def _paste(self, batch: InferredBatch) -> PastedBatch:
         prepared, outputs = batch.prepared, batch.outputs
-        with self._module.stream(self._pasting):
+        with self._pasting:
             batch.ready.block(self._pasting)
             boxes = boxes_in_sources(outputs.boxes, prepared.scales, prepared.limits)
             masks = MaskBatch(
@@ -238,14 +236,15 @@ class DeviceSteps:
                     encoded[MaskFormat.RLE] = rles
             if wanted & {MaskFormat.PROBABILITIES, MaskFormat.POLYGON}:
                 encoded[MaskFormat.PROBABILITIES] = (outputs.masks,)
+            by_device = all(map(is_serialised_on_device, requests))
             return PastedBatch(
                 batch,
                 masks,
-                copy_to_host(detections),
+                () if by_device else copy_to_host(detections),
                 rles,
                 {mask_format: copy_to_host(own) for mask_format, own in encoded.items()},
                 None if messages is None else copy_to_host(messages),
-                StreamEvent(self._device),
+                StreamEvent(self._pasting),
             )
 
     def _serialised(self, batch: DetectionBatch) -> tuple[Tensor, Tensor]:
@@ -282,6 +281,10 @@ class DeviceSteps:
 
         The keys of `requests` and of the result are the images' indices in the batch.
         """
+        if not requests:
+            return {}
+        if not batch.detections:
+            batch = self._with_detections(batch)
         kept = {row: _kept_rows(batch, row, request) for row, request in requests.items()}
         depth = batch.masks.boxes.shape[1]
         chosen = [
@@ -295,6 +298,12 @@ class DeviceSteps:
             for row, request in requests.items()
         }
 
+    def _with_detections(self, batch: PastedBatch) -> PastedBatch:
+        """Copy the detections from the device to `batch.detections`."""
+        *detections, _ = batch.inferred.outputs._replace(boxes=batch.masks.boxes)
+        with self._encoding, self._repeating:
+            return batch._replace(detections=[tensor.cpu().numpy() for tensor in detections])
+
     def _rles(self, batch: PastedBatch, chosen: NDArray[np.intp]) -> list[bytes]:
         """Return the COCO RLE `counts` of the masks with the indices `chosen`.
 
@@ -303,7 +312,7 @@ class DeviceSteps:
         """
         # Masks that exceed the buffers are encoded again in a separate stream, because the stream
         # for pasting may already be waiting for the inference of the next batch.
-        with self._module.stream(self._repeating):
+        with self._encoding, self._repeating:
             encoded = batch.encoded.get(MaskFormat.RLE)
             if encoded is None:  # not copied yet, as the device was to serialise all RLE responses
                 assert batch.rles is not None
