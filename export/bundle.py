@@ -96,13 +96,13 @@ def bundle_from_checkpoint(
         DownloadError: the download failed, or the file has another checksum.
         EngineError: an engine cannot be built, or a target GPU does not support one of the
             precisions.
-        BundleError: in one of these cases. `precisions`, `buckets`, `input_dtype`, `builders` or
-            `calibration` has another type or value than described, or `precisions` is empty. The
-            folder holds other files than a bundle, or cannot be replaced. An input size is not a
-            multiple of 32, is too large, or is so small that no resized image fits. `input_dtype`
-            is uint8, and the checkpoint's resizing does not round pixel values. A precision needs
-            `builders`, `with_programs` or `calibration`, which is not given. `with_programs` or
-            `calibration` is given, and no precision uses it.
+        BundleError: in one of these cases. `precisions`, `buckets`, `input_dtype`, `builders`,
+            `with_programs` or `calibration` has another type or value than described, or
+            `precisions` is empty. The folder holds other files than a bundle, or cannot be
+            replaced. An input size is not a multiple of 32, is too large, or is so small that no
+            resized image fits. `input_dtype` is uint8, and the checkpoint's resizing does not round
+            pixel values. A precision needs `builders`, `with_programs` or `calibration`, which is
+            not given. `with_programs` or `calibration` is given, and no precision uses it.
         ImageError: a calibration image cannot be read.
         ModuleNotFoundError: int8 or fp8 is requested, and ONNX Runtime is not installed.
         OSError: the bundle cannot be written.
@@ -114,6 +114,7 @@ def bundle_from_checkpoint(
         buckets=buckets,
         input_dtype=input_dtype,
         builders=builders,
+        with_programs=with_programs,
         calibration=calibration,
     )
     precisions, builders = given.precisions, given.builders

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, Field, InstanceOf, ValidationError
+from pydantic import BaseModel, Field, InstanceOf, StrictBool, ValidationError
 
 from ..model.bundle.manifest import (
     MISSING_PRECISIONS,
@@ -41,6 +41,7 @@ class ExportArguments(BaseModel):
     buckets: tuple[ShapeBucket, ...]
     input_dtype: InputDtype | None
     builders: tuple[InstanceOf[EngineBuilder], ...]
+    with_programs: StrictBool
     calibration: tuple[Path, ...]
 
 

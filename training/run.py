@@ -41,10 +41,10 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
 
     Raises:
         ConfigError: `config` is not a `TrainConfig`, or does not fit the data, the machine or the
-            resumed run. It requires several processes, but `torchrun` or `maskrcnn train` did not
-            start them. A tracker is not installed or cannot start. `output_dir` cannot be created
-            or written, or contains a run although `resume` is False, or another process trains in
-            it.
+            resumed run. `resume` is not a `bool`. The configuration requires several processes, but
+            `torchrun` or `maskrcnn train` did not start them. A tracker is not installed or cannot
+            start. `output_dir` cannot be created or written, or contains a run although `resume` is
+            False, or another process trains in it.
         DataError: The data set is unreadable or has no usable image, or `solver.images_per_batch`
             is not divisible by ranks times `solver.accumulate`.
         CheckpointError: The initial weights or the last checkpoint cannot be read.
@@ -59,6 +59,8 @@ def run_training(config: TrainConfig, *, resume: bool = False) -> Path:
     """
     if not isinstance(config, TrainConfig):
         raise ConfigError(f"config is {config!r}; give a TrainConfig, such as load_config('quick')")
+    if not isinstance(resume, bool):
+        raise ConfigError(f"resume is {resume!r}; give True or False")
     if (count := processes_to_start(config.device, config.processes)) > 1:
         raise ConfigError(
             f"{count} training processes are configured, but run_training() cannot start them; use "

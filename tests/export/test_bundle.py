@@ -130,6 +130,7 @@ def test_full_disk_names_the_folder_and_keeps_the_older_bundle(
      ({"buckets": [96, 96]}, ["buckets.0 is 96", "[height, width]"]),
      ({"buckets": ["96x96"]}, ["buckets.0 is '96x96'", "[height, width]"]),
      ({"builders": None}, ["builders is None", "list"]),
+     ({"with_programs": "no"}, ["with_programs is 'no'"]),
      ({"builders": iter(["tensorrt"])}, ["builders.0 is 'tensorrt'"]),
      ({"precisions": ["int8"], "calibration": "a.jpg"}, ["calibration is 'a.jpg'", "list"])],
 )  # fmt: skip
