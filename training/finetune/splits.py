@@ -1,5 +1,6 @@
 """Choose the training and the validation set of a fine-tuning from the splits of a data set."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +139,11 @@ def _checked(path: Path, split: LayoutSplit) -> Path:
 def _held_out(name: str, split: LayoutSplit, folder: Path) -> ChosenSplits:
     source = split.content()
     parts = split_content(source.content, {"val": _HELD_OUT})
-    train, val = (SourceContent(parts[part], {}) for part in ("train", "val"))
+    faults: dict[str, list[str]] = defaultdict(list)
+    for found in (source, *parts.values()):
+        for reason, names in found.faults.items():
+            faults[reason].extend(names)
+    train, val = (SourceContent(parts[part].content, {}) for part in ("train", "val"))
     counts = [len(part.content["images"]) for part in (train, val)]
     parts_to_write = {"train": train, "val": val} if counts[1] else {"train": train}
     converted = {
@@ -151,6 +156,6 @@ def _held_out(name: str, split: LayoutSplit, folder: Path) -> ChosenSplits:
         train=configs[0],
         val=configs[1] if counts[1] else None,
         description=f"{description} for validation, by a hash of the file name",
-        faults=source.faults,
+        faults=faults,
         converted=converted,
     )

@@ -20,7 +20,7 @@ def content_of(names: list[str]) -> dict[str, Any]:
 
 def hold_out(content: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     parts = split_content(content, {"val": 0.1})
-    return parts["train"], parts["val"]
+    return parts["train"].content, parts["val"].content
 
 
 def names_in(content: dict[str, Any]) -> set[str]:
@@ -97,3 +97,15 @@ def test_divided_files_can_be_read(tmp_path: Path) -> None:
     assert sum(len(file.imgs) for file in files) == 30
     assert all(file.anns and (tmp_path / "images").samefile(chosen.train.images) for file in files)
     assert f"{len(files[1].imgs)} of 30" in chosen.description
+
+
+def test_held_out_images_are_those_of_the_first_entry_of_each_id(tmp_path: Path) -> None:
+    content = content_of([f"{n}.jpg" for n in range(20)])
+    content["images"].append({"id": 3, "file_name": "again.jpg"})
+    write_json(tmp_path / "all.json", content)
+    layout = DataLayout("COCO", {"all": LayoutSplit(tmp_path, tmp_path / "all.json")})
+    chosen = choose_splits(layout, tmp_path / "data")
+    assert chosen.faults == {"images: duplicate id": ["again.jpg"]}
+    contents = [source.content for source in chosen.converted.values()]
+    assert set.union(*map(names_in, contents)) == names_in(content) - {"again.jpg"}
+    assert sum(len(part["annotations"]) for part in contents) == len(content["annotations"])

@@ -51,26 +51,32 @@ def split(file: Path, out: Path, val: float, test: float, overwrite: bool) -> No
         raise click.UsageError("the sum of --val and --test must be above 0 and below 1")
 
     from ....model.plurals import counted
-    from ..coco.dataset import SourceContent, read_coco_file
+    from ..coco.dataset import read_coco_file
     from ..convert.conversion import write_splits
     from .split_merge_filter import split_content
 
     whole = read_coco_file(file)
     parts = split_content(whole, shares)
-    contents = {name: partial(SourceContent, content, {}) for name, content in parts.items()}
+    if not any(part.content["images"] for part in parts.values()):
+        raise click.ClickException(
+            f"{file} lists no image with id and file name; add the images to its array 'images'"
+        )
+    contents = {name: partial(parts.__getitem__, name) for name in parts}
     splits = write_splits(out, contents, overwrite=overwrite, sources=[file])
+    kept = sum(len(part.content["annotations"]) for part in parts.values())
     for name, written in splits.items():
         _report(written)
-        if not parts[name]["annotations"]:
+        if kept and not parts[name].content["annotations"]:
             click.echo(
                 f"the new file {written.path} has no annotations, because {file} has too few "
                 "images for these shares; change --val or --test",
                 err=True,
             )
-    kept = sum(len(content["annotations"]) for content in parts.values())
+    if not whole["annotations"]:
+        click.echo(f"{file} has no annotations; annotate its images before you train", err=True)
     if lost := len(whole["annotations"]) - kept:
         click.echo(
-            f"left out: {counted(lost, 'annotation')} of images that {file} does not list", err=True
+            f"left out: {counted(lost, 'annotation')} without a valid image in {file}", err=True
         )
 
 

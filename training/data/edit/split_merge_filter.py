@@ -22,11 +22,18 @@ Content = dict[str, Any]
 _COPY_SUFFIX = re.compile(r"\.rf\.[0-9a-zA-Z]+(?=\.\w+$)")
 
 
-def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Content]:
+def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, SourceContent]:
     """Divide a data set into parts by a hash of the image file names.
 
     An image therefore stays in its part when the data set grows. All augmented copies that Roboflow
     made of one image are in the same part.
+
+    The following entries are dropped. The images are listed in the `faults` of the part to which
+    they would belong:
+
+    - images without id or file name
+    - images with the same id as an earlier image
+    - annotations of unknown or dropped images
 
     Args:
         content: The data set.
@@ -38,12 +45,12 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
     Returns:
         Content by name of the part, with `train` first.
     """
-    images = content["images"]
-    hashes = [_hash_of(str(image.get("file_name"))) for image in images]
+    hashes = [_hash_of(str(image.get("file_name"))) for image in content["images"]]
+    triples = [*zip(content["images"], hashes, _image_faults(content["images"]), strict=True)]
+    valid = [(image, value) for image, value, fault in triples if fault is None]
     annotated = {id_from(annotation.get("image_id")) for annotation in content["annotations"]}
-    pairs = zip(images, hashes, strict=True)
-    distinct = sorted({value for i, value in pairs if id_from(i.get("id")) in annotated})
-    distinct = distinct or sorted(set(hashes))
+    distinct = sorted({value for image, value in valid if id_from(image["id"]) in annotated})
+    distinct = distinct or sorted({value for _, value in valid})
     bounds, low, total = {}, 0.0, 0.0
     for name, share in shares.items():
         total += share
@@ -51,12 +58,15 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
         high = min(max(total, free[0] + 1e-12), distinct[-1]) if len(free) > 1 else low
         bounds[name] = (low, high)
         low = high
-    return {
-        name: _with_images(
-            content, [i for i, value in zip(images, hashes, strict=True) if start <= value < end]
-        )
-        for name, (start, end) in {"train": (low, 1.0), **bounds}.items()
-    }
+    parts = {}
+    for name, (start, end) in {"train": (low, 1.0), **bounds}.items():
+        faults: dict[str, list[str]] = defaultdict(list)
+        for image, value, fault in triples:
+            if fault is not None and start <= value < end:
+                faults[fault].append(str(image.get("file_name") or image.get("id")))
+        own = [image for image, value in valid if start <= value < end]
+        parts[name] = SourceContent(_with_images(content, own), faults)
+    return parts
 
 
 def repeated_classes(content: Content) -> dict[str, list[int | str | None]]:
@@ -200,6 +210,22 @@ def filter_content(
         if id_from(annotation.get("category_id")) not in listed
     ]
     return SourceContent(filtered, {"annotations: unknown category": dropped} if dropped else {})
+
+
+def _image_faults(images: Sequence[Mapping[str, Any]]) -> list[str | None]:
+    """Return the reason why each image is invalid. None: the image is valid."""
+    faults: list[str | None] = []
+    ids: set[int | str] = set()
+    for image in images:
+        id_ = id_from(image.get("id"))
+        if id_ is None or not isinstance(image.get("file_name"), str):
+            faults.append("images: no id or no file name")
+        elif id_ in ids:
+            faults.append("images: duplicate id")
+        else:
+            faults.append(None)
+            ids.add(id_)
+    return faults
 
 
 def _hash_of(file_name: str) -> float:

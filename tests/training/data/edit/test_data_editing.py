@@ -1,6 +1,7 @@
 """Commands that split, merge and filter COCO annotation files."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -257,3 +258,40 @@ def test_images_of_equal_names_and_images_with_objects_are_divided(tmp_path: Pat
     source.write_text(json.dumps(content))
     output = call("split", source, tmp_path / "out", "--overwrite")
     assert "val.json has no annotations" in output
+
+
+def test_only_the_first_image_of_an_id_is_kept_in_a_part(tmp_path: Path) -> None:
+    """Every id has two images. Some have no id or no name."""
+    content: dict[str, Any] = valid_content()
+    ids = range(20)
+    content["images"] = [
+        {"id": n, "file_name": f"{n}{copy}.jpg", "height": 9, "width": 9}
+        for copy in ("", "-again") for n in ids
+    ] + [{"file_name": "no-id.jpg"}, {"id": 99}]  # fmt: skip
+    content["annotations"] = [annotation(n, n) for n in ids] + [annotation(20, 99)]
+    source = tmp_path / "all.json"
+    source.write_text(json.dumps(content))
+    output = call("split", source, tmp_path / "out", "--val", "0.5")
+    parts = [json.loads((tmp_path / "out" / f"{p}.json").read_text()) for p in ("train", "val")]
+    assert all(part["images"] for part in parts)
+    names = sorted(image["file_name"] for part in parts for image in part["images"])
+    assert names == sorted(f"{n}.jpg" for n in ids)
+    assert sorted(a["id"] for part in parts for a in part["annotations"]) == [*ids]
+    faults = re.findall(r"(\d+) images: (\w+ id)", output)
+    assert sum(int(count) for count, reason in faults if reason == "duplicate id") == len(ids)
+    assert sum(int(count) for count, reason in faults if reason == "no id") == 2
+    assert "left out: 1 annotation " in output
+
+
+def test_files_without_annotations_or_images_are_named(tmp_path: Path) -> None:
+    content: dict[str, Any] = {**valid_content(), "annotations": []}
+    source = tmp_path / "all.json"
+    source.write_text(json.dumps(content))
+    output = call("split", source, tmp_path / "out")
+    assert output.count("no annotations") == 1
+    assert f"{source} has no annotations" in output
+    source.write_text(json.dumps({**content, "images": []}))
+    result = CliRunner().invoke(data, ["split", str(source), str(tmp_path / "none")])
+    assert result.exit_code == 1
+    assert str(source) in result.output
+    assert not (tmp_path / "none").exists()
