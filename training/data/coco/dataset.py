@@ -265,14 +265,23 @@ def _categories_from(
         names[id_] = title
     if not names:
         raise DataError(f"{name} has no categories; add the classes to its array 'categories'")
-    frequency = Counter(names.values())
-    for title, count in frequency.items():
+    for title, count in Counter(names.values()).items():
         if count > 1:
             # Metrics are stored by class name, so equal names would be merged.
             repairs["categories: several have the same name; the id was added to each name"].append(
                 title
             )
+    pairs = sorted(names.items())
+    titles = distinct_names(pairs)
     return tuple(
-        Category(id=id_, name=title if frequency[title] == 1 else f"{title} ({id_})")
-        for id_, title in sorted(names.items())
+        Category(id=id_, name=title) for (id_, _), title in zip(pairs, titles, strict=True)
     )
+
+
+def distinct_names(categories: Sequence[tuple[int | str | None, str]]) -> list[str]:
+    """Return the names of categories, given as pairs of id and name.
+
+    If several categories have the same name, each of them is called `NAME (ID)`.
+    """
+    frequency = Counter(name for _, name in categories)
+    return [name if frequency[name] == 1 else f"{name} ({id_})" for id_, name in categories]

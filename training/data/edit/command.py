@@ -145,8 +145,9 @@ def merge(
 @click.option(
     "--classes",
     metavar="NAME,...",
-    help="Keep only these classes, with unchanged ids. Put a name that contains a comma in double "
-    "quotes.",
+    help="Keep only these classes, with unchanged ids. Put a name that contains a comma, or begins "
+    "or ends with a blank, in double quotes. If several classes have the same name, NAME selects "
+    "all of them, and 'NAME (ID)' selects one.",
 )
 @click.option(
     "--min-area",
@@ -181,6 +182,8 @@ def filter_(
 def _names_in(text: str) -> list[str]:
     """Return the class names in a list with commas. Names in double quotes may contain commas.
 
+    Blanks before unquoted names are removed. Blanks in quotes and after names are kept.
+
     Raises:
         click.BadParameter: The list contains a line break.
     """
@@ -192,7 +195,7 @@ def _names_in(text: str) -> list[str]:
             "comma or a line break in double quotes",
             param_hint="--classes",
         ) from None
-    return [name.strip() for name in names] or [text]
+    return names or [text]
 
 
 def _prepare(path: Path, overwrite: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ....model.bundle.spec import MAX_PIXELS
 from ..coco.annotations import InvalidAnnotationError, instance_from_annotation, is_possible_area
-from ..coco.dataset import DataError, SourceContent
+from ..coco.dataset import DataError, SourceContent, distinct_names
 from ..coco.image_paths import find_image_paths
 from ..coco.numbers import id_from, integer_from
 
@@ -169,23 +169,19 @@ def filter_content(
 
     Args:
         content: The data set.
-        classes: Names of the classes to keep. Their ids do not change. None: all classes.
+        classes: Names of the classes to keep. Their ids do not change. None: all classes. If
+            several categories have the same name, `NAME` selects all of them, and `NAME (ID)` one.
+            If no class has exactly this name, blanks around the name are ignored.
         min_area: Minimum area of the annotations to keep, in square pixels.
         drop_empty: Drop images without a kept annotation, even if they had no annotations before.
 
     Raises:
         DataError: The data set lacks a class in `classes`.
     """
-    names = [str(category.get("name")) for category in content["categories"]]
-    if unknown := [name for name in classes or () if name not in names]:
-        raise DataError(
-            f"class {unknown[0]!r} does not exist; classes: {', '.join(map(repr, names))}"
-        )
-    categories = [
-        category
-        for category, name in zip(content["categories"], names, strict=True)
-        if classes is None or name in classes
-    ]
+    categories = content["categories"]
+    if classes is not None:
+        selected = _selected_classes(categories, classes)
+        categories = [category for n, category in enumerate(categories) if n in selected]
     ids = {id_from(category.get("id")) for category in categories}
     images = {id_from(image.get("id")): image for image in content["images"]}
     kept = [
@@ -210,6 +206,28 @@ def filter_content(
         if id_from(annotation.get("category_id")) not in listed
     ]
     return SourceContent(filtered, {"annotations: unknown category": dropped} if dropped else {})
+
+
+def _selected_classes(
+    categories: Sequence[Mapping[str, Any]], classes: Collection[str]
+) -> set[int]:
+    """Return the indices of the categories that `classes` selects, see `filter_content`."""
+    pairs = [(id_from(own.get("id")), str(own.get("name"))) for own in categories]
+    indices: dict[str, list[int]] = defaultdict(list)
+    for n, (_, name) in enumerate(pairs):
+        indices[name].append(n)
+    for n, name in enumerate(distinct_names(pairs)):
+        indices.setdefault(name, [n])
+    selected: set[int] = set()
+    for wanted in classes:
+        # Blanks can belong to the name, or separate it from a comma.
+        texts = (wanted, wanted.rstrip(), wanted.strip())
+        if not (found := [text for text in texts if text in indices]):
+            raise DataError(
+                f"class {wanted!r} does not exist; classes: {', '.join(map(repr, indices))}"
+            )
+        selected.update(indices[found[0]])
+    return selected
 
 
 def _image_faults(images: Sequence[Mapping[str, Any]]) -> list[str | None]:

@@ -201,6 +201,29 @@ def test_a_class_name_with_a_comma_is_quoted(tmp_path: Path) -> None:
     assert len(json.loads(out.read_text())["categories"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("classes", "ids"),
+    [
+        ('"  sp ace"', {1}),
+        ('"  sp ace" , square', {1, 5}),
+        ("sp ace", {2}),
+        (" sp ace ,circle", {2, 3, 4}),
+        ("circle (4)", {4}),
+        ("square , circle (3) ", {3, 5}),
+    ],
+)
+def test_blanks_and_ids_tell_classes_apart(tmp_path: Path, classes: str, ids: set[int]) -> None:
+    content: dict[str, Any] = valid_content()
+    names = ("  sp ace", "sp ace", "circle", "circle", "square")
+    content["categories"] = [{"id": n, "name": name} for n, name in enumerate(names, start=1)]
+    content["annotations"] = [annotation(n, 5, category_id=n) for n in range(1, 6)]
+    source, out = write_folder(tmp_path, content).annotations, tmp_path / "out.json"
+    call("filter", source, out, "--classes", classes)
+    assert {c["id"] for c in json.loads(out.read_text())["categories"]} == ids
+    with pytest.raises(DataError, match=r"'circle', 'square', 'circle \(3\)', 'circle \(4\)'"):
+        call("filter", source, tmp_path / "x.json", "--classes", "circle (5)")
+
+
 def test_parts_are_disjoint_and_have_their_shares(tmp_path: Path) -> None:
     names = [f"{n}.jpg" for n in range(1000)]
     content = {
