@@ -102,7 +102,7 @@ class CocoEvaluator:
             results = coco_results_from(detections, self._categories)
             errors = []
             if folder is not None:
-                errors += _errors_of(write_detections, folder, detections, results)
+                errors += _errors_of(write_detections, folder, detections, results, self._dataset)
             if measure:
                 truth = self._dataset.ground_truth(image_ids)
                 metrics = coco_metrics(truth, results, self._dataset.categories, self._evaluator)

@@ -1,7 +1,7 @@
 """Write an evaluation's detections and metrics to files named as in maskrcnn-benchmark."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from ...model.atomic_files import atomic_write
 from ...model.bundle.manifest import Category
 from ...model.checkpoint import save_atomically
 from ...model.masks import coco_from_rle
+from ..data.coco.dataset import CocoDataset
 from .coco_curves import IOU_TYPES, IouType
 from .detections import ImageDetections
 
@@ -47,14 +48,16 @@ def write_detections(
     folder: Path,
     detections: Sequence[tuple[int, ImageDetections]],
     results: dict[IouType, list[dict[str, Any]]],
+    dataset: CocoDataset,
 ) -> None:
     """Write detections to `bbox.json`, `segm.json` and `predictions.pth` in a folder.
 
     Each file is replaced atomically. Metrics of an earlier evaluation (`coco_results.pth`) are
     removed. The JSON files contain `results`: the same detections in COCO's results format, from
-    `coco_results_from`. `predictions.pth` is a list with one dictionary per image:
+    `coco_results_from`. The ids of images and categories are written as in the annotation file of
+    `dataset`, strings as strings. `predictions.pth` is a list with one dictionary per image:
 
-        image_id: Id of the image.
+        image_id: Id of the image in the annotation file.
         boxes: [D, 4] float32 xyxy in pixels of the original image.
         scores: [D] float32.
         labels: [D] int64; 1 is the first class.
@@ -69,10 +72,12 @@ def write_detections(
     (folder / "coco_results.pth").unlink(missing_ok=True)
     for iou_type in IOU_TYPES:
         with atomic_write(folder / f"{iou_type}.json") as file:
-            file.write(json.dumps(results[iou_type]).encode())
+            listed = _with_ids(results[iou_type], dataset.string_ids)
+            file.write(json.dumps(listed).encode())
+    image_ids = dataset.string_ids["image_id"]
     predictions = [
         {
-            "image_id": image_id,
+            "image_id": image_ids.get(image_id, image_id),
             "boxes": torch.from_numpy(image.boxes),
             "scores": torch.from_numpy(image.scores),
             "labels": torch.from_numpy(image.labels),
@@ -81,6 +86,14 @@ def write_detections(
         for image_id, image in detections
     ]
     save_atomically(predictions, folder / "predictions.pth")
+
+
+def read_mask_results(folder: Path, dataset: CocoDataset) -> list[dict[str, Any]]:
+    """Read `segm.json` in a folder that `write_detections` wrote, with the ids of `dataset`."""
+    integers = {
+        key: {text: id_ for id_, text in ids.items()} for key, ids in dataset.string_ids.items()
+    }
+    return _with_ids(json.loads((folder / "segm.json").read_text()), integers)
 
 
 def write_metrics(folder: Path, metrics: dict[str, float]) -> None:
@@ -101,3 +114,16 @@ def write_metrics(folder: Path, metrics: dict[str, float]) -> None:
         for iou_type in IOU_TYPES
     }
     save_atomically(by_type, folder / "coco_results.pth")
+
+
+def _with_ids(
+    results: list[dict[str, Any]], ids: Mapping[str, Mapping[Any, Any]]
+) -> list[dict[str, Any]]:
+    """Replace ids in COCO results. `ids` maps old to new ids, by key of the results."""
+    used = {key: new for key, new in ids.items() if new}
+    if not used:  # the common case
+        return results
+    return [
+        {**result, **{key: new.get(result[key], result[key]) for key, new in used.items()}}
+        for result in results
+    ]

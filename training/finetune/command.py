@@ -1,6 +1,5 @@
 """Command `maskrcnn train finetune`."""
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -133,7 +132,7 @@ def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
     from ..evaluation.coco_curves import IOU_TYPES
     from ..evaluation.coco_metrics import IOU_TITLES, class_table, metric_text
     from ..evaluation.matching import DEFAULT_THRESHOLD, matched_images
-    from ..evaluation.result_files import RESULTS_FOLDER
+    from ..evaluation.result_files import RESULTS_FOLDER, read_mask_results
     from ..evaluation.worst_images import draw_worst_images
     from .preparation import next_commands
 
@@ -148,7 +147,7 @@ def _print_results(checkpoint: Path, config: "TrainConfig") -> None:
     click.echo(f"the training curves are in {draw_curves(checkpoint.parent)}")
     if metrics and config.data.val is not None:
         dataset, worst = CocoDataset(config.data.val), checkpoint.with_name("worst.png")
-        results = json.loads((checkpoint.parent / RESULTS_FOLDER / "segm.json").read_text())
+        results = read_mask_results(checkpoint.parent / RESULTS_FOLDER, dataset)
         thresholds = [DEFAULT_THRESHOLD] * len(dataset.categories)
         images = matched_images(dataset, results)
         drawn = draw_worst_images(images, dataset.categories, thresholds, worst)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 from tiny_run import CLASSES
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 from torchvision.models.detection.transform import resize_boxes
@@ -28,6 +30,7 @@ from maskrcnn_trt.training.data.synthetic.dataset import SyntheticConfig, draw_d
 from maskrcnn_trt.training.distributed import Worker
 from maskrcnn_trt.training.evaluation.detections import ImageDetections
 from maskrcnn_trt.training.evaluation.evaluator import CocoEvaluator, evaluate_model
+from maskrcnn_trt.training.evaluation.result_files import read_mask_results
 
 CPU = torch.device("cpu")
 ALONE = Worker(0, 1, CPU)
@@ -107,6 +110,42 @@ def test_detections_in_crowds_are_not_counted(dataset: CocoDataset, tmp_path: Pa
     metrics = evaluator.evaluate()
     assert metrics["bbox/AP"] == pytest.approx(1)
     assert metrics["segm/AP"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("image_id", "category_id"), [("img_{}", "{}"), ("{}", "0{}")])
+def test_result_files_have_the_ids_of_the_annotation_file(
+    dataset: CocoDataset, tmp_path: Path, image_id: str, category_id: str
+) -> None:
+    """The ids in the file are strings. Half of the objects are detected."""
+    content = json.loads(Path(dataset.name).read_text())
+    for entry in (*content["images"], *content["categories"]):
+        entry["id"] = (image_id if "file_name" in entry else category_id).format(entry["id"])
+    for entry in content["annotations"]:
+        entry["image_id"] = image_id.format(entry["image_id"])
+        entry["category_id"] = category_id.format(entry["category_id"])
+    path = tmp_path / "strings.json"
+    path.write_text(json.dumps(content))
+    own = CocoDataset(DatasetConfig(images=dataset.config.images, annotations=path))
+    evaluator = _evaluator(own)
+    for number, record in enumerate(own.records):
+        boxes, scores, labels, masks = _detections(own, number)
+        half = len(masks) // 2 + number % 2
+        evaluator.add(
+            record.id, ImageDetections(boxes[:half], scores[:half], labels[:half], masks[:half])
+        )
+    metrics = evaluator.evaluate(tmp_path)
+    assert 0 < metrics["segm/AP"] < 1
+    for iou_type in ("bbox", "segm"):
+        truth = COCO(path)
+        found = truth.loadRes(str(tmp_path / f"{iou_type}.json"))
+        evaluation = COCOeval(truth, found, iou_type)
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+        assert evaluation.stats[0] == pytest.approx(metrics[f"{iou_type}/AP"], abs=1e-6)
+    predictions = torch.load(tmp_path / "predictions.pth", weights_only=True)
+    assert {p["image_id"] for p in predictions} == {image["id"] for image in content["images"]}
+    assert read_mask_results(tmp_path, own) == json.loads(json.dumps(evaluator.mask_results()))
 
 
 def test_no_detections_are_zero(dataset: CocoDataset, tmp_path: Path) -> None:

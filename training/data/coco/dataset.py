@@ -74,6 +74,8 @@ class CocoDataset:
         name: Path of the annotation file, for messages.
         categories: Categories by ascending id. Label 1 is `categories[0]`.
         records: Valid images by ascending id.
+        string_ids: Ids that are strings in the annotation file, by the integers that replace them:
+            image ids under the key `image_id`, category ids under `category_id`.
         faults: Annotation ids or file names of the invalid entries, by reason.
         repairs: Annotation ids, file names or category names of repaired entries, by reason.
         skipped_images: Number of invalid entries of the list `images`.
@@ -111,6 +113,10 @@ class CocoDataset:
         faults.update({r: [*names] for r, names in (source.faults if source else {}).items()})
         self.categories = _categories_from(content["categories"], self.name, repairs)
         images = index_images(content["images"], config.images, faults, repairs)
+        self.string_ids = {
+            "image_id": images.strings,
+            "category_id": _string_ids(content["categories"]),
+        }
         self.skipped_images = len(content["images"]) - len(images.valid)
         labels = {category.id: label for label, category in enumerate(self.categories, start=1)}
         instances = index_annotations(content["annotations"], images, labels, faults, repairs)
@@ -276,6 +282,12 @@ def _categories_from(
     return tuple(
         Category(id=id_, name=title) for (id_, _), title in zip(pairs, titles, strict=True)
     )
+
+
+def _string_ids(categories: list[dict[str, Any]]) -> dict[int, str]:
+    """Return the ids of valid categories that are strings, such as `"7"`, by their integers."""
+    ids = (category["id"] for category in categories)
+    return {int(id_): id_ for id_ in ids if isinstance(id_, str)}
 
 
 def distinct_names(categories: Sequence[tuple[int | str | None, str]]) -> list[str]:

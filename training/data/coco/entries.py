@@ -36,6 +36,8 @@ class ImageIndex(NamedTuple):
     valid: Mapping[int | str, ImageEntry]
     # Ids of all entries, valid or not, in the COCO file.
     listed: frozenset[int | str]
+    # Ids of valid entries that are strings in the COCO file, by `ImageEntry.id`.
+    strings: Mapping[int, str]
 
 
 def index_images(
@@ -58,6 +60,7 @@ def index_images(
     keys = [id_from(entry.get("id")) for entry in entries]
     ids = _integer_ids(keys)
     valid: dict[int | str, ImageEntry] = {}
+    strings: dict[int, str] = {}
     used: set[Path] = set()
     for key, entry in zip(keys, entries, strict=True):
         name = entry.get("file_name")
@@ -79,6 +82,8 @@ def index_images(
             faults[f"images: more than {MAX_PIXELS} pixels"].append(name)
         else:
             valid[key] = ImageEntry(ids[key], path, *size)
+            if isinstance(entry["id"], str):
+                strings[ids[key]] = entry["id"]
             if isinstance(key, str):
                 repairs["images: id is not an integer; replaced by a number"].append(name)
             if name in found.moved:
@@ -88,7 +93,7 @@ def index_images(
                     "images: file listed more than once; each entry is used as an image"
                 ].append(name)
             used.add(path)
-    return ImageIndex(valid, frozenset(key for key in keys if key is not None))
+    return ImageIndex(valid, frozenset(key for key in keys if key is not None), strings)
 
 
 def index_annotations(
