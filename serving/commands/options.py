@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from ...model.bundle.manifest import ARTIFACT_SUFFIXES, MANIFEST_NAME, Precision
+from ...model.bundle.manifest import (
+    ARTIFACT_SUFFIXES,
+    MANIFEST_NAME,
+    MISSING_PRECISIONS,
+    QUANTIZED_PRECISIONS,
+    ArtifactKind,
+    Precision,
+)
 from ...model.bundle.spec import ShapeBucket
 from ...model.config.option_types import FiniteRange
 from ..config import BackendName, ReportFormat, check_address
@@ -201,7 +208,8 @@ def bundle_for_backend(
             exported, and the error is raised.
 
     Raises:
-        click.UsageError: The reference is the file of a graph or engine, not a bundle.
+        click.UsageError: The reference is the file of a graph or engine, not a bundle. Or the model
+            must be exported, and the backend does not support a precision.
         ZooError: No published model has this name, or this package does not support the model.
         DownloadError: The download failed, or the checksum of the downloaded file is wrong.
         click.exceptions.Exit: The export failed. Its error message is on standard error.
@@ -220,9 +228,26 @@ def bundle_for_backend(
             f"{path} is an exported graph or engine, not a bundle; give the bundle, a folder with "
             f"{MANIFEST_NAME}"
         )
-    engines: tuple[str, ...] = () if backend == "onnxruntime" else (backend,)
     if backend == "auto":
-        engines = ("torch",) if gpu_names() else ()
+        backend = "torch" if gpu_names() else "onnxruntime"
+    _check_precisions(precisions, backend)
+    engines = () if backend == "onnxruntime" else (backend,)
     return bundle_from_reference(
         reference, precisions or ("fp32",), engines, buckets, before_export
     )
+
+
+def _check_precisions(precisions: Sequence[Precision], backend: BackendName) -> None:
+    missing = {
+        "onnxruntime" if kind == "onnx" else kind: MISSING_PRECISIONS.get(kind, ())
+        for kind in get_args(ArtifactKind)
+    }
+    for precision in precisions:
+        if precision not in missing[backend]:
+            continue
+        runtime = "ONNX Runtime" if backend == "onnxruntime" else backend
+        others = " or ".join(name for name, lacking in missing.items() if precision not in lacking)
+        remedy = f"choose another --precision, or --backend {others}"
+        if precision in QUANTIZED_PRECISIONS:  # a checkpoint is exported without calibration images
+            remedy += " with a bundle that was exported with --calibration"
+        raise click.UsageError(f"{runtime} does not compute in {precision}; {remedy}")

@@ -27,6 +27,7 @@ from maskrcnn_trt.model.checkpoint import load_checkpoint, save_checkpoint  # no
 from maskrcnn_trt.model.config.schema import ModelConfig  # noqa: E402
 from maskrcnn_trt.model.download.local_files import DownloadError  # noqa: E402
 from maskrcnn_trt.model.weights.zoo import ZooError  # noqa: E402
+from maskrcnn_trt.serving import host  # noqa: E402
 from maskrcnn_trt.serving.commands import options  # noqa: E402
 from maskrcnn_trt.serving.commands.predict import predict  # noqa: E402
 from maskrcnn_trt.serving.commands.serve import serve  # noqa: E402
@@ -151,6 +152,42 @@ def test_failed_downloads_and_exports_end_the_command(
     assert "damaged" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "cache").rglob("*.onnx"))
+
+
+@pytest.mark.parametrize("command", [predict, evaluate])
+@pytest.mark.parametrize(
+    ("backend", "precision", "facts"),
+    [
+        ("auto", "bf16", ("ONNX Runtime", "--backend torch")),
+        ("onnxruntime", "fp8", ("ONNX Runtime", "--backend tensorrt", "--calibration")),
+        ("torch", "int8", ("torch", "--backend onnxruntime", "--calibration")),
+    ],
+)
+def test_precisions_that_the_backend_lacks_are_errors_before_the_export(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, picture: Encode,
+    command: object, backend: str, precision: str, facts: tuple[str, ...],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(host, "gpu_names", list)  # as on a machine without a GPU
+    image = tmp_path / "1.png"
+    image.write_bytes(picture())
+    content: dict[str, list[object]] = {
+        "images": [{"id": 1, "file_name": "1.png"}],
+        "annotations": [],
+        "categories": [{"id": 3, "name": "disc"}],
+    }
+    (tmp_path / "val.json").write_text(json.dumps(content))
+    words = (
+        (image, "-o", tmp_path / "out") if command is predict
+        else ("--images", tmp_path, "--annotations", tmp_path / "val.json")
+    )  # fmt: skip
+    result = invoke(
+        command, tiny_checkpoint, *words, "--backend", backend, "--precision", precision
+    )
+    assert result.exit_code == 2
+    assert all(fact in result.stderr for fact in (*facts, precision))
+    assert "--engine" not in result.stderr
+    assert not (tmp_path / "cache").exists()
 
 
 def test_variables_of_the_zoo_are_not_settings_of_the_server(
