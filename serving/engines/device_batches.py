@@ -1,7 +1,9 @@
 """Batch types for the processing steps on the GPU, and helpers for CUDA events and copies."""
 
 import math
+import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Final, NamedTuple
@@ -24,6 +26,9 @@ from .base import BatchEntry, ImageRequest, aligned_layout
 # Pauses between polls of an event, in seconds: the first pause, and the default maximum.
 FIRST_PAUSE_S: Final = 1e-4
 LONGEST_PAUSE_S: Final = 5e-4
+# Share of the model's expected duration for which there are no polls. The rest is a margin for
+# batches that take less time than earlier ones.
+_UNPOLLED_SHARE: Final = 0.9
 
 # Maximum size in bytes of a serialised detection without its class fields and RLE `counts`: 27 for
 # score and box, and 6 (tag and varint) for each of: the mask's height and width, and the lengths of
@@ -48,26 +53,37 @@ class StreamEvent:
 
     def __init__(self, stream: Stream) -> None:
         """Record an event in a stream."""
-        self._time = time.perf_counter()
+        # Time at which the event was recorded, that is, queued in the stream.
+        self.queued_s = time.perf_counter()
         self._event: Any = None
         if isinstance(stream, torch.cuda.Stream):
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             # Without an argument, `record` looks up the current stream, which takes 5 to 20 us.
             self._event.record(stream)
 
-    def wait(self, longest_pause_s: float = LONGEST_PAUSE_S) -> None:
+    def wait(self, longest_pause_s: float = LONGEST_PAUSE_S, earliest_s: float = 0.0) -> float:
         """Wait until the GPU work before the event is complete.
 
-        Between two polls, this thread pauses for at most `longest_pause_s` seconds.
+        If the work is not complete at first, it is polled again from the time `earliest_s` of
+        `time.perf_counter` on. Between two polls, this thread then pauses for at most
+        `longest_pause_s` seconds.
+
+        Returns:
+            Time of the last poll at which the work was not complete, or 0.0 if there was none.
         """
         # CUDA's own waits are worse: the spinning one occupies a core, and the blocking one takes
-        # 10 ms on some virtual machines. The pauses grow, because each poll takes the GIL and CPU
-        # time. Bulk prediction passes a smaller `longest_pause_s`, because it is faster with short
-        # pauses.
-        pause_s = FIRST_PAUSE_S
+        # 10 ms on some virtual machines. The pauses grow, because each poll takes the GIL, and
+        # about 30 us of CPU time. Bulk prediction passes a smaller `longest_pause_s`, because it is
+        # faster with short pauses.
+        pause_s, latest_s = FIRST_PAUSE_S, 0.0
         while self._event is not None and not self._event.query():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_pause_s)
+            latest_s = time.perf_counter()
+            if latest_s < earliest_s:
+                time.sleep(earliest_s - latest_s)
+            else:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, longest_pause_s)
+        return latest_s
 
     def block(self, stream: Stream) -> None:
         """Make the CUDA stream `stream` wait for this CUDA event. On the CPU, do nothing."""
@@ -77,7 +93,7 @@ class StreamEvent:
     def seconds_since(self, earlier: "StreamEvent") -> float:
         """Return the seconds from the event `earlier` to this event. Both must be complete."""
         if self._event is None:
-            return self._time - earlier._time
+            return self.queued_s - earlier.queued_s
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
@@ -143,6 +159,44 @@ class PastedBatch(NamedTuple):
     messages: Sequence[NDArray[Any]] | None
     # The arrays on the host are valid after this event.
     ready: StreamEvent
+
+
+class BatchWaiter:
+    """Waits for batches with few polls. Thread-safe.
+
+    The model takes about as long for a batch as for earlier batches of the same size, so there are
+    no polls for most of this time.
+    """
+
+    def __init__(self, longest_pause_s: float) -> None:
+        """Set the longest pause between two polls near the end of a batch, in seconds."""
+        self._longest_pause_s = longest_pause_s
+        # One batch at a time, because each poll takes the GIL.
+        self._lock = threading.Lock()
+        # Durations of the model in seconds for the latest two batches, by input size and batch
+        # size. The shorter one is used, because an unusually long one would delay the next batch.
+        self._durations: dict[tuple[ShapeBucket, int], deque[float]] = defaultdict(
+            lambda: deque(maxlen=2)
+        )
+        # Earliest time at which the model can have finished the previous batch.
+        self._free_s = 0.0
+
+    def wait(self, batch: PastedBatch) -> None:
+        """Wait until a batch's arrays on the host are valid."""
+        inferred = batch.inferred
+        with self._lock:
+            durations = self._durations[inferred.prepared.bucket, len(inferred.prepared.entries)]
+            # Earliest time at which the model can have begun, as it computes one batch at a time.
+            begin_s = max(inferred.begin.queued_s, self._free_s)
+            earliest_s = begin_s + _UNPOLLED_SHARE * min(durations, default=0.0)
+            incomplete_s = batch.ready.wait(self._longest_pause_s, earliest_s)
+            duration_s = inferred.ready.seconds_since(inferred.begin)
+            # Not the present time: if this thread woke up late, the next wait would end late, too.
+            # But at most the present time, because threads can wait for batches in another order.
+            after_s = batch.ready.seconds_since(inferred.ready)
+            end_s = max(begin_s + duration_s, incomplete_s - after_s)
+            self._free_s = min(end_s, time.perf_counter())
+            durations.append(duration_s)
 
 
 def timing_of(batch: PastedBatch, host_s: float) -> Timing:

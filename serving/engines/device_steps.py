@@ -40,6 +40,7 @@ from ..detections import Detections, MaskFormat, TimedResponse, Timing
 from .base import MODEL_STEP, ImageRequest, Outcome, PlannedImage, Step
 from .device_batches import (
     LONGEST_PAUSE_S,
+    BatchWaiter,
     InferredBatch,
     PastedBatch,
     PreparedBatch,
@@ -108,7 +109,7 @@ class DeviceSteps:
             new_stream(self._device, priority=-1) for _ in range(3)
         )
         self._computing = new_stream(self._device)
-        self._waiting, self._encoding = threading.Lock(), threading.Lock()
+        self._waiter, self._encoding = BatchWaiter(longest_pause_s), threading.Lock()
         # The steps from "prepare" to "paste" only queue work on the GPU, by hundreds of short calls
         # that release the GIL. If several threads were in these steps at once, each call would have
         # to wait for the GIL again, which costs far more than the calls.
@@ -257,8 +258,7 @@ class DeviceSteps:
         return detection_messages(batch, self._classes, capacity)
 
     def _select(self, batch: PastedBatch) -> list[Outcome | TimedResponse[bytes]]:
-        with self._waiting:  # one batch at a time, because each poll takes the GIL
-            batch.ready.wait(self._longest_pause_s)
+        self._waiter.wait(batch)
         start = time.perf_counter()
         entries = batch.inferred.prepared.entries
         results: dict[int, ImageError | bytes | Detections] = {}
