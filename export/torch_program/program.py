@@ -32,7 +32,7 @@ from .fused_graph import fuse_blocks, fuse_convolutions, fuse_middle_convolution
 
 _log = logging.getLogger(__name__)
 
-# Maximum number of parallel compilations. Each of them uses two processes.
+# Maximum number of parallel compilations. In each of them, two processes compile.
 _MAX_COMPILATIONS = 2
 
 
@@ -135,7 +135,7 @@ def compile_programs(compilations: Sequence[Compilation]) -> list[CompiledProgra
         return [None] * len(compilations)
     _check_compiler()
     try:
-        with ThreadPoolExecutor(min(_MAX_COMPILATIONS, len(os.sched_getaffinity(0)))) as threads:
+        with ThreadPoolExecutor(min(_MAX_COMPILATIONS, _cores())) as threads:
             list(threads.map(_compile_in_new_processes, compilations))
     except BrokenProcessPool:
         raise EngineError(
@@ -165,7 +165,7 @@ def _compile_in_new_processes(compilation: Compilation) -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as running:
         running.submit(importlib.import_module, add_kernels.__module__)
-        with ProcessPoolExecutor(2, context) as compiling:
+        with ProcessPoolExecutor(min(2, _cores()), context) as compiling:
             one, many = compiling.map(functools.partial(_compile, compilation), (False, True))
         # The compiling processes have ended, so their GPU memory is free.
         running.submit(_write_with_kernels, compilation, one, many).result()
@@ -189,6 +189,10 @@ def _write_with_kernels(compilation: Compilation, one: bytes, many: bytes) -> No
             compilation.compiled.name,
             str(error).partition("\n")[0],
         )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _gpu() -> torch.device:

@@ -1,7 +1,9 @@
 """`maskrcnn::upsampled_class_logits`: last layers of a mask head, for each instance's class only.
 
 Specification of all implementations: sums are float32. The result of the transposed convolution may
-be rounded to the dtype of the features, or not at all. The logit is rounded once.
+be rounded to the dtype of the features, or not at all, and its ReLU may turn NaN into 0. The logit
+is rounded once. If torch may use TF32 in convolutions, float32 inputs of the transposed convolution
+may be rounded to TF32.
 """
 
 import torch

@@ -7,7 +7,6 @@ from triton import language as tl
 
 from ..fused_convolution.pointwise_kernel import descriptor
 from ..runtime.arguments import HALF_TYPES, aligned
-from ..runtime.launching import shared_memory_limit
 
 # Number of input cells that a thread block computes at a time, and pipeline stages: number of such
 # groups of cells that are in shared memory at once.
@@ -15,15 +14,16 @@ _CELLS_AT_ONCE, _STAGES = 64, 3
 _WARPS = 4
 # Smallest and largest number of channels of the convolution's input and output.
 _MIN_CHANNELS, _MAX_CHANNELS = 64, 256
-# Bytes of shared memory that the kernel needs besides cells and weight.
-_OTHER_BYTES = 2048
+# Compute capability of the GPUs (H100, H200) on which the kernel was measured to be faster than
+# separate ones. On others, it can lack shared memory or registers.
+_MEASURED_CAPABILITY = (9, 0)
 
 
 def is_supported(features: Tensor, outputs: int) -> bool:
-    """Return whether `launch_upsampled_class_logits` supports `features` [R, C, H, W] on a GPU.
+    """Return whether to use `launch_upsampled_class_logits` for `features` [R, C, H, W] on a GPU.
 
-    It supports certain numbers of channels, and needs a GPU with enough shared memory. `outputs` is
-    the number of output channels of the transposed convolution.
+    The launch supports certain numbers of channels, and is fast on certain GPUs. `outputs` is the
+    number of output channels of the transposed convolution.
     """
     channels, rows, columns = features.shape[1:]
     suits = all(
@@ -31,11 +31,10 @@ def is_supported(features: Tensor, outputs: int) -> bool:
         for size in (channels, outputs)
     )
     # Cells that are computed together then belong to at most two instances.
-    if features.dtype not in HALF_TYPES or not suits or rows * columns < _CELLS_AT_ONCE:
+    has_enough_cells = rows * columns >= _CELLS_AT_ONCE
+    if features.dtype not in HALF_TYPES or not suits or not has_enough_cells:
         return False
-    values = (outputs + _STAGES * _CELLS_AT_ONCE) * channels
-    needed = values * features.element_size() + _OTHER_BYTES
-    return shared_memory_limit(features.device) >= needed
+    return torch.cuda.get_device_capability(features.device) == _MEASURED_CAPABILITY
 
 
 def launch_upsampled_class_logits(

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -46,6 +46,11 @@ def new_stream(device: torch.device, priority: int = 0) -> Stream:
     if device.type == "cuda":
         return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
     return nullcontext()
+
+
+def by_any_thread(stream: Stream) -> AbstractContextManager[object]:
+    """Return a slower context manager that makes a stream current. Several threads can enter it."""
+    return torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else stream
 
 
 class StreamEvent:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import logging
 import math
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -47,6 +46,7 @@ from .device_batches import (
     ReadBatch,
     StreamEvent,
     boxes_in_sources,
+    by_any_thread,
     class_table,
     copy_to_device,
     copy_to_host,
@@ -73,7 +73,7 @@ class DeviceSteps:
 
     The device also serialises the response to a request if the request's mask format is RLE, its
     encoder is `encode_detections`, and its masks fit the mask encoder's buffers. The last step then
-    returns a `TimedResponse` for this request.
+    returns a `TimedResponse` for this request. Only one `StepChain` may run the steps at a time.
     """
 
     # Two more than `DeviceEngine.saturating_batches`, so that full batches are ready as soon as the
@@ -109,7 +109,7 @@ class DeviceSteps:
             new_stream(self._device, priority=-1) for _ in range(3)
         )
         self._computing = new_stream(self._device)
-        self._waiter, self._encoding = BatchWaiter(longest_pause_s), threading.Lock()
+        self._waiter = BatchWaiter(longest_pause_s)
         # The steps from "prepare" to "paste" only queue work on the GPU, by hundreds of short calls
         # that release the GIL. If several threads were in these steps at once, each call would have
         # to wait for the GIL again, which costs far more than the calls.
@@ -301,7 +301,7 @@ class DeviceSteps:
     def _with_detections(self, batch: PastedBatch) -> PastedBatch:
         """Copy the detections from the device to `batch.detections`."""
         *detections, _ = batch.inferred.outputs._replace(boxes=batch.masks.boxes)
-        with self._encoding, self._repeating:
+        with by_any_thread(self._repeating):
             return batch._replace(detections=[tensor.cpu().numpy() for tensor in detections])
 
     def _rles(self, batch: PastedBatch, chosen: NDArray[np.intp]) -> list[bytes]:
@@ -312,7 +312,7 @@ class DeviceSteps:
         """
         # Masks that exceed the buffers are encoded again in a separate stream, because the stream
         # for pasting may already be waiting for the inference of the next batch.
-        with self._encoding, self._repeating:
+        with by_any_thread(self._repeating):
             encoded = batch.encoded.get(MaskFormat.RLE)
             if encoded is None:  # not copied yet, as the device was to serialise all RLE responses
                 assert batch.rles is not None

@@ -179,6 +179,19 @@ def test_upsampled_logits_with_wrong_arguments_raise() -> None:
         upsampled_class_logits(features, weight, bias, class_weight, class_bias, labels[:1])
 
 
+def test_opcheck_of_upsampled_logits(device: str) -> None:
+    arguments = upsampling_arguments(2, 8, 6, (3, 5), torch.float32, device)
+    torch.library.opcheck(upsampled_class_logits, arguments)
+
+
+@pytest.mark.gpu
+def test_upsampled_logits_can_be_captured() -> None:
+    example = upsampling_arguments(2, 256, 256, (14, 14), torch.float16, "cuda")
+    inputs = upsampling_arguments(2, 256, 256, (14, 14), torch.float16, "cpu")
+    (logits,) = replayed(lambda *held: [upsampled_class_logits(*held)], example, inputs)
+    assert torch.equal(logits, upsampled_class_logits(*(x.cuda() for x in inputs)).cpu())
+
+
 def test_opcheck(device: str) -> None:
     features, weight, bias, labels = random_arguments(2, 9, 8, torch.float32, device)
     torch.library.opcheck(class_logits, (features, weight, bias, labels))

@@ -183,16 +183,19 @@ def test_full_disk_raises(tmp_path: Path) -> None:
         write_program(program, tmp_path / "model.pt2")
 
 
-def die(*_: object) -> None:
+def die(compilation: Compilation, _: bool) -> None:
+    compilation.path.touch()
     os._exit(3)
 
 
-def test_killed_compilation_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_compilation_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CC", "gcc")
     monkeypatch.setattr("maskrcnn_trt.export.torch_program.program._compile", die)
+    path = tmp_path / "model.pt2"
     with pytest.raises(EngineError, match="memory ran out"):
-        compile_programs([Compilation(Path("model.pt2"), "fp32", BUCKET, torch.uint8)])
+        compile_programs([Compilation(path, "fp32", BUCKET, torch.uint8)])
+    assert path.exists(), "the process has died earlier"
 
 
 def test_gpu_without_a_c_compiler_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
