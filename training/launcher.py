@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
@@ -15,13 +17,18 @@ from .devices import Device, processes_to_start
 
 # Signals that torch's launcher handles itself.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Environment variable of a training process: the process ID of `maskrcnn train`, which started it.
+_LAUNCHER = "MASKRCNN_LAUNCHER"
+# Interval in seconds at which a training process checks whether its launcher is running.
+_CHECK_S = 1.0
 
 
 def launch_processes(device: Device, processes: int | None) -> None:
     """Run the current command in the configured number of training processes, and then exit.
 
     The exit code is 0, or that of the process that failed first. If the configured number is 1, or
-    if this process is already a training process, return without starting processes.
+    if this process is already a training process, return without starting processes. A training
+    process then receives SIGTERM when the process that started it ends.
 
     Args:
         device: Key `device` of the configuration.
@@ -37,6 +44,20 @@ def launch_processes(device: Device, processes: int | None) -> None:
         raise ConfigError(str(error)) from None
     if count > 1:
         sys.exit(_run_in_processes(count, sys.argv[1:]))
+    if os.environ.get(_LAUNCHER) == str(os.getppid()):
+        threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_launcher(launcher: int) -> None:
+    """Send SIGTERM to this process when its launcher, the process with the given ID, has ended.
+
+    Otherwise, the ranks would keep training and occupy the GPUs after SIGKILL ended the launcher.
+    """
+    # Not `prctl(PR_SET_PDEATHSIG)`: the kernel sends this signal once for each thread of the
+    # launcher that gets the process as its child, and a second SIGTERM ends a rank immediately.
+    while os.getppid() == launcher:
+        time.sleep(_CHECK_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run_in_processes(count: int, arguments: Sequence[str]) -> int:
@@ -127,5 +148,6 @@ def rank_environment(rank: int, count: int, port: int) -> dict[str, str]:
         # Divide the cores among the processes. Otherwise, each process would start one thread per
         # core of the machine.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        _LAUNCHER: os.getpid(),
     }
     return {name: str(value) for name, value in values.items()}
