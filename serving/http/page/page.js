@@ -89,7 +89,9 @@ function present(bitmap, result, elapsed, fileName) {
   for (const detection of found.detections) {
     detection.path = new Path2D();
     for (const polygon of detection.segmentation) {
-      for (let i = 0; i < polygon.length; i += 2) detection.path.lineTo(polygon[i], polygon[i + 1]);
+      // Without `moveTo`, the path would continue from the previous polygon.
+      detection.path.moveTo(polygon[0], polygon[1]);
+      for (let i = 2; i < polygon.length; i += 2) detection.path.lineTo(polygon[i], polygon[i + 1]);
       detection.path.closePath();
     }
   }

@@ -205,6 +205,28 @@ def test_instance_under_the_pointer(tab: Tab, picture: Encode) -> None:
 
 
 @pytest.mark.browser
+def test_parts_of_a_mask_are_separate(tab: Tab, picture: Encode) -> None:
+    squares = [[5, 5, 25, 5, 25, 25, 5, 25], [150, 80, 190, 80, 190, 110, 150, 110]]
+
+    def two_parts(route: Any) -> None:
+        response = route.fetch()
+        result = response.json()
+        result["detections"] = [{**result["detections"][0], "score": 1, "segmentation": squares}]
+        route.fulfill(response=response, json=result)
+
+    tab.page.route("**/v1/detect?*", two_parts)
+    tab.send(picture(codec="PNG"))
+    tab.wait_for_result()
+    box = tab.page.locator("#canvas").bounding_box()
+    captions = []
+    for x, y in ((15, 15), (100, 64), (170, 95)):  # the second point is between the squares
+        tab.page.mouse.move(box["x"] + box["width"] * x / 200, box["y"] + box["height"] * y / 120)
+        captions.append(tab.caption)
+    assert captions[0] == captions[2] != ""
+    assert captions[1] == ""
+
+
+@pytest.mark.browser
 def test_samples_paste_and_drop(tab: Tab, picture: Encode) -> None:
     page = tab.page
     page.get_by_role("button", name="street.png").click()

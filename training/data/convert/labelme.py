@@ -145,7 +145,7 @@ def _convert(
             raise UnusableSourceError("files: image not readable", name) from None
     annotations, faults = [], []
     groups: dict[tuple[str, str], list[Points]] = defaultdict(list)
-    for number, shape in enumerate(file.shapes):
+    for number, shape in enumerate(file.shapes, start=1):
         label = _label_of(shape)
         if label in _NO_OBJECTS:
             continue

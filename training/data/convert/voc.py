@@ -11,7 +11,7 @@ from pycocotools import mask as coco_mask
 
 from ....model.bundle.manifest import Category
 from ..coco.dataset import DataError
-from .conversion import ConvertedImage, ForeignDataset, SourceSplit
+from .conversion import ConvertedImage, ForeignDataset, SourceSplit, UnusableSourceError
 from .label_maps import LabelledObject, annotations_from_label_map, read_label_map
 
 # Classes in the order of their pixel values in `SegmentationClass`.
@@ -54,7 +54,8 @@ def voc(folder: Path) -> ForeignDataset:
 
     Each pixel value in `SegmentationObject` stands for an object. The class of an object is the
     most frequent class at its pixels in `SegmentationClass`. An object that the XML file in
-    `Annotations` marks as difficult becomes a crowd.
+    `Annotations` marks as difficult becomes a crowd. Images without a file in `JPEGImages`, and
+    objects whose class is not one of the 20 classes of Pascal VOC, are left out.
 
     Raises:
         DataError: The folder has no list of images with segmentations.
@@ -63,7 +64,7 @@ def voc(folder: Path) -> ForeignDataset:
     for name in _SPLITS:
         listing = folder / "ImageSets" / "Segmentation" / f"{name}.txt"
         if listing.is_file():
-            stems = listing.read_text().split()
+            stems = listing.read_text(encoding="utf-8-sig").split()
             sources = tuple(folder / "Annotations" / f"{stem}.xml" for stem in stems)
             splits[name] = SourceSplit(folder / "JPEGImages", sources)
     if not splits:
@@ -75,6 +76,9 @@ def voc(folder: Path) -> ForeignDataset:
 
 
 def _image_from(folder: Path, source: Path) -> ConvertedImage:
+    name = f"{source.stem}.jpg"
+    if not (folder / "JPEGImages" / name).is_file():
+        raise UnusableSourceError("files: image missing", name)
     object_path = folder / "SegmentationObject" / f"{source.stem}.png"
     class_path = folder / "SegmentationClass" / f"{source.stem}.png"
     objects_HW, classes_HW = (
@@ -85,11 +89,20 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
             f"the images {object_path} and {class_path} differ in size; restore the original files"
         )
     pairs = np.bincount((objects_HW * _VALUES + classes_HW).ravel(), minlength=_VALUES**2)
-    votes = pairs.reshape(_VALUES, _VALUES)[:_VOID, 1 : len(CATEGORIES) + 1]
-    objects = {
-        int(value): LabelledObject(int(votes[value].argmax()) + 1)
+    votes = pairs.reshape(_VALUES, _VALUES)[:_VOID, 1:_VOID]
+    classes = {
+        int(value): int(votes[value].argmax()) + 1
         for value in np.flatnonzero(votes.any(axis=1))
         if value > 0
+    }
+    known = range(1, len(CATEGORIES) + 1)
+    faults = [
+        (f"objects: pixel value above {len(CATEGORIES)} in SegmentationClass", f"{name}:{value}")
+        for value, class_ in classes.items()
+        if class_ not in known
+    ]
+    objects = {
+        value: LabelledObject(class_) for value, class_ in classes.items() if class_ in known
     }
     annotations = annotations_from_label_map(objects_HW, objects)
     boxes = _boxes_from(source)
@@ -98,7 +111,7 @@ def _image_from(folder: Path, source: Path) -> ConvertedImage:
         # and evaluation neither requires their detection nor counts it as a false positive.
         annotation["iscrowd"] = int(_is_difficult(annotation, boxes))
     height, width = objects_HW.shape
-    return ConvertedImage(f"{source.stem}.jpg", height, width, annotations)
+    return ConvertedImage(name, height, width, annotations, faults)
 
 
 def _is_difficult(annotation: dict[str, Any], boxes: Sequence[_AnnotatedBox]) -> bool:
@@ -128,7 +141,7 @@ def _boxes_from(path: Path) -> list[_AnnotatedBox]:
     try:
         parser = ElementTree.XMLParser(target=_PlainTreeBuilder())
         root = ElementTree.fromstring(path.read_bytes(), parser)
-        return [_box_from(element) for element in root.iter("object")]
+        boxes = [_box_from(element) for element in root.iter("object")]
     except FileNotFoundError:
         raise DataError(
             f"{path} does not exist, although ImageSets/Segmentation lists its image; restore the "
@@ -136,6 +149,14 @@ def _boxes_from(path: Path) -> list[_AnnotatedBox]:
         ) from None
     except (ElementTree.ParseError, ValueError, LookupError) as error:
         raise DataError(f"{path} is not a VOC annotation file: {error}") from None
+    names = {category.name for category in CATEGORIES}
+    for box in boxes:
+        if box.name not in names:
+            raise DataError(
+                f"{path} has an object {box.name!r}, which is not a class of Pascal VOC; convert "
+                "data sets with other classes from LabelMe or YOLO, or write a COCO file"
+            )
+    return boxes
 
 
 def _box_from(element: ElementTree.Element) -> _AnnotatedBox:

@@ -106,7 +106,7 @@ def test_invalid_shapes_of_labelme_are_named(
     assert len(dataset.records[0].objects) == 1
     ((found, names),) = dataset.faults.items()
     assert reason in found
-    assert names == ("photo_000.json:1",)
+    assert names == ("photo_000.json:2",)
 
 
 def test_regions_that_labelme_ignores_are_left_out(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_blanks_around_labels_of_labelme_are_ignored(tmp_path: Path) -> None:
     dataset = labelme_dataset(tmp_path, *shapes)
     assert sorted(c.name for c in dataset.categories) == sorted(NAMES)
     assert len({instance.label for instance in dataset.records[0].objects}) == 1
-    assert dataset.faults == {"shapes: no label": ("photo_000.json:3",)}
+    assert dataset.faults == {"shapes: no label": ("photo_000.json:4",)}
 
 
 def test_shapes_are_counted_if_none_is_a_labelled_area(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_labels_without_an_area_are_no_classes(tmp_path: Path) -> None:
         imageWidth=0,
     )
     assert "tip" not in {category.name for category in dataset.categories}
-    assert dataset.faults["shapes: shape_type point has no area"] == ("photo_000.json:1",)
+    assert dataset.faults["shapes: shape_type point has no area"] == ("photo_000.json:2",)
     assert (dataset.records[0].height, dataset.records[0].width) == (
         *(TRAIN[0].height, TRAIN[0].width),
     )

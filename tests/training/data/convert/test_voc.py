@@ -104,6 +104,24 @@ def test_difficult_objects_become_crowds(tmp_path: Path) -> None:
     assert [(a["category_id"], a["iscrowd"]) for a in annotations] == [(CAT, 0), (PERSON, 1)]
 
 
+def test_other_classes_and_missing_images_are_reported(tmp_path: Path) -> None:
+    write_tree(tmp_path)
+    (tmp_path / "ImageSets/Segmentation/train.txt").write_text("\ufeff2007_000032\r\n")
+    path = tmp_path / "SegmentationClass" / "2007_000032.png"
+    classes = np.array(Image.open(path))
+    write_label_map(path, np.where(classes == PERSON, 44, classes))
+    file = write_coco_files(voc(tmp_path), tmp_path / "coco")["train"]
+    assert (file.images, file.objects) == (1, 1)
+    assert [*file.faults.values()] == [["2007_000032.jpg:2"]]
+    (tmp_path / "JPEGImages" / "2007_000032.jpg").unlink()
+    file = write_coco_files(voc(tmp_path), tmp_path / "without")["train"]
+    assert file.images == 0
+    assert file.faults == {"files: image missing": ["2007_000032.jpg"]}
+    write_tree(tmp_path, xml_object("crack", 1, 2, 3, 4))
+    with pytest.raises(DataError, match=r"2007_000032\.xml.*'crack'"):
+        write_coco_files(voc(tmp_path), tmp_path / "named")
+
+
 def test_an_image_that_is_all_void_has_no_object(tmp_path: Path) -> None:
     write_tree(tmp_path)
     write_label_map(
