@@ -20,7 +20,7 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from ..plugins.rgb_from_ycbcr import rgb_from_ycbcr
-from ..plugins.runtime.launching import bind_context, checked, on_gpu
+from ..plugins.runtime.launching import bind_context, checked, current_stream_handle, on_gpu
 
 _log = logging.getLogger(__name__)
 
@@ -190,13 +190,13 @@ class HardwareJpegDecoder:
         `sizes` holds the plane sizes of each file. Return the pixels of all images [N] uint8,
         without gaps, or None if nvJPEG reports an error.
         """
-        slot, stream = self._free_slot(), torch.cuda.current_stream(self._device)
+        slot = self._free_slot()
         slot.files = files
         try:
             with allocation_stream(self._device):
                 samples = sum(own.samples for own in sizes)
                 slot.planes = torch.empty(samples, dtype=torch.uint8, device=self._device)
-            if not self._queue(slot, sizes, slot.planes, stream.cuda_stream):
+            if not self._queue(slot, sizes, slot.planes):
                 # The stream does not wait for those images that nvJPEG has queued before the error,
                 # so wait for the whole device.
                 torch.cuda.synchronize(self._device)
@@ -204,15 +204,12 @@ class HardwareJpegDecoder:
                 return None
             return rgb_from_ycbcr(slot.planes, [side for own in sizes for side in own])
         finally:
-            slot.converted.record(stream)
+            slot.converted.record(torch.cuda.current_stream(self._device))
 
-    def _queue(
-        self, slot: _Slot, sizes: Sequence[_PlaneSizes], planes: Tensor, stream: int
-    ) -> bool:
+    def _queue(self, slot: _Slot, sizes: Sequence[_PlaneSizes], planes: Tensor) -> bool:
         """Queue the decoding of `slot.files` into `planes`, a GPU tensor [N] without gaps.
 
-        `sizes` holds the plane sizes of each file. `stream` is the handle of the current stream.
-        Return False if nvJPEG reports an error.
+        `sizes` holds the plane sizes of each file. Return False if nvJPEG reports an error.
         """
         library, files, count = self._library, slot.files, len(slot.files)
         if slot.batch_size != count:
@@ -227,7 +224,7 @@ class HardwareJpegDecoder:
             (c_void_p * count)(*[file.data_ptr() for file in files]),
             (c_size_t * count)(*[len(file) for file in files]),
             (_Image * count)(*map(_PlaneSizes.image_at, sizes, addresses)),
-            stream,
+            current_stream_handle(self._device),
         )
         if status != _SUCCESS:
             _log.debug("nvJPEG failed with status %d on a batch of %d files", status, count)
@@ -261,8 +258,8 @@ def allocation_stream(device: torch.device) -> Any:
     Free this memory only when the GPU no longer uses it. `device` is a GPU, with its index. Hold
     `NVJPEG_LOCK` while this stream is the current one.
     """
-    # A stream object is a context manager. It is faster than `torch.cuda.stream`, but must not be
-    # entered by two threads at once.
+    # The lock is needed because two threads must not enter a stream object at once.
+    #
     # nvJPEG's hardware writes as soon as it is free, even before earlier work in the stream
     # (https://github.com/pytorch/vision/pull/9606). So such work must not use the written memory.
     # torch's allocator reuses memory only within a stream, and no kernel is queued in this one. It

@@ -52,16 +52,8 @@ def upsampled_class_logits(
 
 
 @upsampled_class_logits.register_fake
-def _(
-    features: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    class_weight: Tensor,
-    class_bias: Tensor,
-    labels: Tensor,
-) -> Tensor:
-    instances, _, rows, columns = features.shape
-    return features.new_empty(instances, _SIDE * rows, _SIDE * columns)
+def _(features: Tensor, *others: Tensor) -> Tensor:
+    return _empty_logits(features)
 
 
 @upsampled_class_logits.register_kernel("cuda")
@@ -75,7 +67,7 @@ def _(
 ) -> Tensor:
     from .upsampled_kernel import is_supported, launch_upsampled_class_logits
 
-    instances, channels, rows, columns = features.shape
+    instances, channels = features.shape[:2]
     outputs, classes = len(bias), len(class_bias)
     dtype = features.dtype
     check_argument("weight", weight, dtype, (_SIDE, _SIDE, outputs, channels))
@@ -84,7 +76,7 @@ def _(
     check_argument("class_bias", class_bias, dtype, (classes,))
     check_argument("labels", labels, torch.int64, (instances,))
     if instances and is_supported(features, outputs):
-        logits = features.new_empty(instances, _SIDE * rows, _SIDE * columns)
+        logits = _empty_logits(features)
         with torch.cuda.device(features.device):
             launch_upsampled_class_logits(
                 features, weight, bias, class_weight, class_bias, labels, logits
@@ -96,6 +88,11 @@ def _(
     else:
         output = convolution_relu(*convolution, None, [1, 1], [0, 0], [1, 1])
     return _logits_of_cells(output, class_weight, class_bias, labels)
+
+
+def _empty_logits(features: Tensor) -> Tensor:
+    instances, _, rows, columns = features.shape
+    return features.new_empty(instances, _SIDE * rows, _SIDE * columns)
 
 
 def _as_convolution(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from cuda.bindings import driver
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .compilation import Kernel, KernelError, Launch, compile_kernel, newest_supported_architecture
@@ -72,10 +73,20 @@ def current_stream_handle(device: torch.device) -> int:
 
 def table_on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Return rows of integers as an int64 tensor on a device, without waiting for the device."""
-    table = torch.from_numpy(np.array(rows, np.int64))
-    if device.type == "cuda":  # from pinned memory, the copy does not wait for the GPU
-        table = table.pin_memory()
-    return table.to(device, non_blocking=True)
+    return copy_to_device(np.array(rows, np.int64), device)
+
+
+def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return an array as a tensor on a device.
+
+    On a GPU, the current stream fills the tensor asynchronously, from a pinned copy of the array.
+    The caller may change the array after this call. On the CPU, the tensor shares the array's
+    memory.
+    """
+    host = torch.from_numpy(array)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def shared_memory_limit(device: torch.device) -> int:

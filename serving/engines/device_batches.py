@@ -49,7 +49,10 @@ def new_stream(device: torch.device, priority: int = 0) -> Stream:
 
 
 def by_any_thread(stream: Stream) -> AbstractContextManager[object]:
-    """Return a slower context manager that makes a stream current. Several threads can enter it."""
+    """Return a context manager that makes a stream current, and that several threads can enter.
+
+    It is slower than the stream itself, which is a context manager for one thread at a time.
+    """
     return torch.cuda.stream(stream) if isinstance(stream, torch.cuda.Stream) else stream
 
 
@@ -219,19 +222,6 @@ def timing_of(batch: PastedBatch, host_s: float) -> Timing:
         encode_us=round(1e6 * (batch.ready.seconds_since(inferred.ready) + host_s)),
         batch_size=len(prepared.entries),
     )
-
-
-def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return an array as a tensor on `device`.
-
-    On a GPU, the current stream fills the tensor asynchronously, from a pinned copy of the array.
-    The caller may change the array after this call. On the CPU, the tensor shares the array's
-    memory.
-    """
-    host = torch.from_numpy(array)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
 
 
 def copy_to_host(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:

@@ -34,6 +34,7 @@ from ...model.image_limits import ImageError
 from ...model.masks import Rle
 from ...plugins.detection_messages import DetectionBatch, detection_messages
 from ...plugins.resize_pad import resize_pad
+from ...plugins.runtime.launching import copy_to_device
 from ..backends.base import DeviceBackend
 from ..detections import Detections, MaskFormat, TimedResponse, Timing
 from .base import MODEL_STEP, ImageRequest, Outcome, PlannedImage, Step
@@ -48,7 +49,6 @@ from .device_batches import (
     boxes_in_sources,
     by_any_thread,
     class_table,
-    copy_to_device,
     copy_to_host,
     device_response,
     is_serialised_on_device,
