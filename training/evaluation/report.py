@@ -23,6 +23,8 @@ from .worst_images import draw_worst_images
 
 # With more classes, the curves have no legend, and the cells of the matrix have no counts.
 _MAX_LABELS = 20
+# Longer class names are shortened in the figures, because they would leave no room for the data.
+_MAX_NAME = 30
 _STYLE = """
 body { font: 15px/1.5 sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 }
@@ -50,7 +52,9 @@ def write_report(
     """
     images = matched_images(dataset, results, image_ids)
     names = [category.name for category in dataset.categories]
-    drawn_names = [drawable(name) for name in names]
+    drawn_names = [
+        drawable(name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 1]}…") for name in names
+    ]
     curves = class_curves(images, len(names))
     thresholds = [curve.best_threshold for curve in curves]
     confusion = confusion_matrix(images, thresholds)

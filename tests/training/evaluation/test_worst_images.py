@@ -89,7 +89,7 @@ def test_confusion_matrix(dataset: CocoDataset) -> None:
 def test_the_report_is_one_file(
     tmp_path: Path, dataset: CocoDataset, results: list[dict[str, Any]]
 ) -> None:
-    name = "<b>$x^2$ & _y\udce9"
+    name = "<b>$x^2$ & _y\udce9" + 200 * "z"  # would fill the figures
     square, thing = dataset.categories
     dataset.categories = (square.model_copy(update={"name": name}), thing)
     path = tmp_path / "new" / "report.html"
@@ -97,7 +97,7 @@ def test_the_report_is_one_file(
     write_report(path, dataset, results, metrics, {record.id for record in dataset.records})
     page = path.read_text()
     assert "<b>" not in page
-    assert "&lt;b&gt;$x^2$ &amp; _y" in page
+    assert f"&lt;b&gt;$x^2$ &amp; _y\N{REPLACEMENT CHARACTER}{200 * 'z'}<" in page
     assert "0.250" in page
     # Objects, box AP, mask AP, best threshold, precision, recall, F1. Two squares are annotated.
     best = ["0.900", "1.000", "0.500", "0.667"] if results else ["-"] * 4
