@@ -87,9 +87,9 @@ def evaluate(
     also be CONFIG [KEY=VALUE]... as above. Then only data.val, data.on_broken,
     data.exif_orientation and the section `evaluation` of CONFIG are used.
 
-    If DATA is a data set folder, or if --images, --annotations, --backend, --precision or -o is
-    given, a checkpoint is evaluated as a bundle, too: it is first exported to a bundle in the cache
-    folder. Later evaluations reuse the bundle.
+    If a checkpoint is given with a data set folder, --images, --annotations, --backend, --precision
+    or -o, the checkpoint is first exported to a bundle in the cache folder, and this bundle is
+    evaluated. Later evaluations reuse the bundle.
 
     The result files are bbox.json and segm.json in COCO's results format, and predictions.pth and
     coco_results.pth, which torch.load reads. If a metric is below evaluation.expected, the exit

@@ -86,8 +86,8 @@ class EngineChoice:
         """Load the engine for an input size and batches of at most `max_batch` images.
 
         Raises:
-            BundleError: the bundle cannot be read, or lacks the precision or the input size; or the
-                model is a checkpoint, and the precision is int8 or fp8, which needs a bundle.
+            BundleError: the bundle cannot be read, or lacks the precision or the input size. Also
+                raised for a checkpoint in int8 or fp8, because these precisions need a bundle.
             BackendError: the backend does not run on this machine, or does not support `max_batch`.
             CheckpointError: the file is not a checkpoint, or torchvision has no model of the
                 checkpoint's configuration.
@@ -149,9 +149,9 @@ class BundleRunner:
     def batch_runs(self, images: NDArray[np.uint8]) -> list[BatchRun]:
         """Return one or two `BatchRun`s of images [B, 3, H, W].
 
-        One `BatchRun` has input and output in host memory. If the backend supports device memory, a
-        `BatchRun` with input and output in device memory precedes it. On a CPU, where both memories
-        are the same, only the first `BatchRun` of the list is returned.
+        On a CPU, return one `BatchRun`, with input and output in host memory. On a GPU, the last
+        `BatchRun` has input and output in host memory. If the backend also supports input and
+        output in GPU memory, a `BatchRun` of this kind precedes it.
         """
         backend, bucket = self._backend, self._bucket
         sizes = np.full((len(images), 2), bucket, np.int64)

@@ -191,8 +191,8 @@ def _verify(console: Console, bundle: Path, checkpoint: Path, images: Path) -> N
     console.print(table_of(comparisons))
     if not all(comparison.passed for comparison in comparisons):
         raise QuickstartError(
-            "the outputs of the bundle differ from those of the checkpoint by more than their "
-            "precision allows; the table above shows the differences"
+            "the outputs of the bundle differ from those of the checkpoint by more than the "
+            "bundle's precision allows; the table above shows the differences"
         )
 
 

@@ -58,8 +58,8 @@ class _ServeBenchmark(click.Command):
 )  # fmt: skip
 @click.option(
     "--streamed", multiple=True, type=click.IntRange(min=1),
-    help="Number of clients that share one stream per client process, instead of unary calls. "
-    "Repeatable.",
+    help="Number of clients whose requests share one gRPC stream per client process, instead of "
+    "being unary calls. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--http", multiple=True, type=click.IntRange(min=1),
@@ -99,7 +99,8 @@ class _ServeBenchmark(click.Command):
 @click.option("--engine-rate", is_flag=True, help="First measure the bundle without a server.")
 @click.option(
     "--peer", type=click.Choice(["unbatched"]),
-    help="Baseline: also measure a server with --max-batch 1, under the closed loops over gRPC.",
+    help="Baseline: also measure a server without batching (--max-batch 1), with the same numbers "
+    "of gRPC clients.",
 )  # fmt: skip
 @json_option
 @output_option("a page, plots")

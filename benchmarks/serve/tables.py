@@ -67,7 +67,7 @@ def _refusals(results: Sequence[ServeResult]) -> list[str]:
 
 
 def format_ms(value: float) -> str:
-    """Format milliseconds with one decimal place or, from 100 ms on, without."""
+    """Format milliseconds: with one decimal place if below 100 ms, else as an integer."""
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
