@@ -26,10 +26,10 @@ BUNDLES = frozenset(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need an exported bundle, and put long files first.
+    """Mark the tests that need an exported bundle, and start the slowest test files first.
 
-    The files with the most slow tests come first, and among equal ones those with the most tests. A
-    long file that starts last would keep one worker busy after the others are done.
+    Files are sorted by their number of slow tests, then by their number of tests, in descending
+    order. If a long file started last, one worker would still run it after the others are done.
     """
     slow: Counter[Path] = Counter()
     tests = Counter(item.path for item in items)
@@ -146,7 +146,7 @@ def half_bundle(tiny_checkpoint: Path, shared_folder: Path) -> Path:
 
 @pytest.fixture
 def reused_exports(shared_folder: Path) -> Iterator[None]:
-    """Make exports in the test reuse models that this test run has exported already."""
+    """Export each model only once per test run: exports in the test reuse the stored files."""
     with cached_exports(shared_folder):
         yield
 

@@ -32,7 +32,7 @@ ODD_BOXES = torch.tensor(
 
 
 def random_boxes(*shape: int, seed: int = 0) -> Tensor:
-    """Return boxes [*shape, 4] with integer coordinates, many overlaps and some equal IoUs."""
+    """Return xyxy boxes [*shape, 4] with integer values, many overlaps and some equal IoUs."""
     generator = torch.Generator().manual_seed(seed)
     corners, sides = (
         torch.randint(0, most, (*shape, 2), generator=generator).float() for most in (150, 60)

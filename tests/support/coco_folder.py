@@ -81,7 +81,7 @@ def valid_content() -> dict[str, Any]:
 
 
 def write_folder(folder: Path, content: Any) -> DatasetConfig:
-    """Write an annotation file, and those of its images that do not exist yet."""
+    """Write an annotation file and its missing images. Return the data set's configuration."""
     for image in content["images"]:
         if not (folder / image["file_name"]).exists():
             write_image(folder / image["file_name"], image["height"], image["width"])
@@ -90,7 +90,7 @@ def write_folder(folder: Path, content: Any) -> DatasetConfig:
 
 
 def make_config(dataset: DatasetConfig, **changes: Any) -> TrainConfig:
-    """Return a configuration for inputs of the hand-made images' size, with uncropped masks.
+    """Return a configuration for inputs of 128x160 and 160x128, with masks of the whole input.
 
     `changes` replace fields of `DataConfig` and `SolverConfig`, `seed` or `mask_crop_size`.
     """

@@ -56,7 +56,7 @@ class Docker:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """Configuration of the image."""
+        """Docker configuration of the image, with keys such as `User` and `Env`."""
         configuration: dict[str, Any] = json.loads(_output_of("docker", "image", "inspect", _TAG))[
             0
         ]["Config"]
@@ -94,7 +94,7 @@ class Buildah:
 
     @property
     def configuration(self) -> dict[str, Any]:
-        """Configuration of the image."""
+        """Docker configuration of the image, with keys such as `User` and `Env`."""
         image = json.loads(_output_of("buildah", "inspect", "--type", "image", _TAG))
         configuration: dict[str, Any] = image["Docker"]["config"]
         return configuration

@@ -12,11 +12,11 @@ _IPV4 = 1
 
 @contextlib.contextmanager
 def dns_server(addresses: Sequence[str]) -> Iterator[str]:
-    """Context manager: run a DNS server, and yield its address.
+    """Context manager: run a DNS server, and yield its address, `host:port`.
 
     Args:
-        addresses: IPv4 addresses of each name. They are read at each query, so that a test can
-            change them.
+        addresses: IPv4 addresses that every name has. They are read at each query, so that a test
+            can change them.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))

@@ -43,7 +43,7 @@ def execute(path: Path, folder: Path, **parameters: Any) -> nbformat.NotebookNod
 
 
 def shrink_outputs(notebook: nbformat.NotebookNode) -> None:
-    """Remove time and level from log lines, join each cell's texts by stream, and reduce images."""
+    """Remove time and level from log lines, join a cell's texts by stream, and shrink images."""
     for cell in notebook.cells:
         texts: dict[str, Any] = {}
         kept = []

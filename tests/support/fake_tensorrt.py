@@ -1,7 +1,7 @@
 """Fake of the module `tensorrt`. Its engines copy inputs to outputs on the GPU or fail on request.
 
 For each image, each of the outputs `boxes`, `scores`, `labels` and `masks` is a copy of the image's
-first bytes, by way of the scratch memory. `num_detections` is the image's height.
+first bytes, copied through the scratch memory. `num_detections` is the image's height.
 """
 
 import gc

@@ -17,8 +17,8 @@ State = dict[str, Tensor]
 def random_state(config: ModelConfig, *, background_rows: bool = True) -> State:
     """Return a state dict of random values for a model.
 
-    If `background_rows` is False, weights and biases of the background class in box deltas and mask
-    logits, which the model does not read, are 0.
+    If `background_rows` is False, the weights and biases that compute box deltas and mask logits of
+    the background class are 0. The model does not use these deltas and logits.
     """
     with torch.device("meta"):
         names = MaskRCNN(config).state_dict()

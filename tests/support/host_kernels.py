@@ -1,7 +1,7 @@
 """Execution of CUDA kernels on the CPU, compiled by the host's C++ compiler.
 
-Only kernels whose threads do not communicate can run so: without shared memory, barriers and warp
-functions.
+Threads of a kernel cannot communicate: kernels with shared memory, barriers or warp functions are
+not supported.
 """
 
 import ctypes

@@ -27,7 +27,7 @@ class HttpAddress(NamedTuple):
 
 
 def detection_request(body: bytes) -> bytes:
-    """Return a detection request with the token `user` and an image file as its body."""
+    """Return an HTTP detection request with the token `user` and the bytes of an image file."""
     return HEAD + b"Authorization: Bearer user\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 

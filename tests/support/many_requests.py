@@ -57,7 +57,10 @@ def _run(
     into: list[Any] | None = None,
     **options: Any,
 ) -> Run:
-    """Run `detect_many` on images, and append each outcome to `into` when it arrives."""
+    """Run `detect_many` on images. Return the outcomes, and the error that ended the run or None.
+
+    If `into` is a list, each outcome is appended to it when it arrives.
+    """
     outcomes = [] if into is None else into
     try:
         detect_many(outcomes.append, address, images, concurrency, **options)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_free_files() -> Iterator[None]:
-    """Let this process open no further file within the context."""
+    """Prevent this process from opening files and sockets within the context."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)

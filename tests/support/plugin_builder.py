@@ -122,7 +122,10 @@ class Builder:
     def combinations(
         self, types: Sequence[Any], shapes: Sequence[tuple[int, ...]]
     ) -> set[tuple[tuple[Any, ...], tuple[str, ...]]]:
-        """Return supported types and format names of the tensors. The output is the last tensor."""
+        """Return the supported combinations of types and of format names of all tensors.
+
+        The output is the last tensor. `types` and `shapes` include it.
+        """
         found = self._plugin.get_supported_format_combinations(
             self._tensors(types, shapes, ["LINEAR"] * len(types)), len(types) - 1
         )
@@ -132,7 +135,7 @@ class Builder:
     def kernel(
         self, types: Sequence[Any], shapes: Sequence[Shape], formats: Sequence[str]
     ) -> PluginKernel:
-        """Return the kernel for types, shapes and formats of tensors. The last is the output."""
+        """Return the kernel for tensors of these types, shapes and formats, the output last."""
         tensors, inputs = self._tensors(types, shapes, formats), len(types) - 1
         self._plugin.configure_plugin(tensors[:inputs], tensors[inputs:])
         self._plugin.set_tactic(0)

@@ -21,7 +21,10 @@ _POISON = 0xFF
 
 
 class CapturedPlugin(NamedTuple):
-    """Kernel of a plugin, type and symbolic shape of its output, and formats of maps and output."""
+    """Kernel of a plugin, and dtype and symbolic shape of its output.
+
+    For RoIAlign, also the memory formats of feature maps and pooled features.
+    """
 
     kernel: PluginKernel
     dtype: torch.dtype
@@ -79,7 +82,10 @@ def captured_plugin(
 
 
 class GuardedTensor:
-    """Tensor between two guard zones, which kernels must not change. At first, all is `_POISON`."""
+    """Tensor between two guard zones that kernels must not change.
+
+    Initially, all bytes of the tensor and of the guard zones are `_POISON`.
+    """
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: str, guard: int = _GUARD

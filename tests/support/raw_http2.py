@@ -90,7 +90,7 @@ def is_closed(connection: socket.socket) -> bool:
 def frames_until(
     connection: socket.socket, kind: int, count: int = 1, payload: bytes = b""
 ) -> list[tuple[int, int, bytes]]:
-    """Read frames until `count` frames of type `kind` have arrived that begin with `payload`.
+    """Read until `count` frames have the type `kind` and a payload that begins with `payload`.
 
     Return type, stream and payload of all frames read, including those of other types.
     """

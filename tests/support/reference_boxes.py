@@ -32,7 +32,10 @@ def clip(boxes: Tensor, height: int, width: int, plus_one: int) -> Tensor:
 def pool(
     maps: list[Tensor], boxes: Tensor, side: int, ratio: int, aligned: bool, plus_one: int
 ) -> Tensor:
-    """Pool each box from the pyramid level for its size. A single map has a stride of 16 pixels."""
+    """Pool each box from the pyramid level for its size.
+
+    If there is only one map, all boxes are pooled from it, with a stride of 16 pixels.
+    """
     pooled = []
     for box in boxes:
         level, stride = 0, 16

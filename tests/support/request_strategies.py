@@ -27,7 +27,11 @@ _MAX_ELEMENTS = 3
 
 
 def messages(kind: Descriptor, likely: Likely) -> st.SearchStrategy[Message]:
-    """Return a strategy for messages of a type. Fields in `likely` mostly have plausible values."""
+    """Return a strategy for messages of a type.
+
+    `likely` maps names of fields to strategies of plausible values. Most values of these fields
+    come from these strategies. All other values are arbitrary.
+    """
     sent = {f.name: _likely_values(f, likely) for f in kind.fields if _is_likely(f, likely)}
     others = {f.name: _field_values(f, likely) for f in kind.fields if f.name not in sent}
     message_class = GetMessageClass(kind)

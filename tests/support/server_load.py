@@ -117,7 +117,7 @@ class Load:
             thread.join()
 
     def wait_for_responses(self, count: int = 10) -> None:
-        """Wait for more responses."""
+        """Wait until `count` more requests have succeeded."""
         enough = self.completed + count
         wait_until(lambda: self.completed >= enough)
 
