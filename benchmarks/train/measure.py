@@ -189,10 +189,11 @@ def measure_train_rooflines(
 
 @contextmanager
 def _rank_environments(processes: int) -> Iterator[list[dict[str, str]]]:
-    """Yield one dict of environment variables per rank. If there is one rank, its dict is empty.
+    """Context manager: yield a list with one dict of environment variables per rank.
 
     The variables hold the rank, the number of ranks, and the address of a TCP store that connects
-    the ranks. The store exists until the `with` block ends.
+    the ranks. The store exists until the `with` block ends. If there is only one rank, its dict is
+    empty, and there is no store.
     """
     if processes == 1:
         yield [{}]
