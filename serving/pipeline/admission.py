@@ -260,7 +260,7 @@ class _Acquisition(AbstractAsyncContextManager[None]):
 
 
 def _add(slots: Counter[str], peer: str, number: int) -> None:
-    """Add `number` (may be negative) to the slots of `peer`. If they become 0, delete the entry."""
+    """Add `number` (may be negative) to the slots of `peer`. If 0 slots remain, remove `peer`."""
     slots[peer] += number
     if not slots[peer]:
         del slots[peer]
@@ -268,6 +268,6 @@ def _add(slots: Counter[str], peer: str, number: int) -> None:
 
 def _too_many_waiting() -> QueueFullError:
     return QueueFullError(
-        "too many requests wait for an admission slot, most of them from this connection; try "
-        "again later, or raise the server's --queue-size"
+        "too many requests wait for an admission slot, and no other connection has more of them "
+        "than this one; try again later, or raise the server's --queue-size"
     )

@@ -53,7 +53,7 @@ class SharedResources:
 
 
 class OpenCalls:
-    """Counter of the open gRPC calls of each connection, with a limit.
+    """Counter of the open calls (gRPC calls and HTTP requests) of each connection, with a limit.
 
     The server accepts at most `limit` open calls in total. If it can accept F more calls, each
     connection may have up to 8 * F open calls (dynamic thresholds; Choudhury and Hahne, 1998). A
@@ -79,9 +79,9 @@ class OpenCalls:
         own, free = self._open[peer], self._limit - self._total - 1
         if free < 0 or own > _CALLS_PER_FREE_CALL * free:
             raise QueueFullError(
-                f"the server has {self._total} open calls, {own} of them from this "
-                f"connection, and accepts at most {self._limit}; try again later, or raise the "
-                "server's --queue-size"
+                f"the server accepts at most {self._limit} open calls, and a smaller share of them "
+                f"from one connection; it has {self._total}, {own} of them from this connection; "
+                "try again later, or raise the server's --queue-size"
             )
         self._total += 1
         self._open[peer] += 1
@@ -238,8 +238,9 @@ class DecodeMemory:
     ) -> AbstractAsyncContextManager[Reservation | None]:
         """Reserve memory within the `with` block, for an image that a `FairThreadPool` processes.
 
-        If `size` is at most `self.small`, nothing is reserved: `self.small` bytes are set aside for
-        each thread. The arguments and errors are the same as in `reserve`.
+        If `size` is at most `self.small`, nothing is reserved, and the context manager yields None:
+        `self.small` bytes are set aside for each thread. The arguments and errors are the same as
+        in `reserve`.
         """
         return self.reserve(peer, size) if size > self.small else nullcontext()
 
