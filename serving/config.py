@@ -76,8 +76,9 @@ class ServeFields(FrozenConfig):
     max_pixels: int = Field(MAX_PIXELS, ge=64)
     """Maximum number of pixels per image."""
     decode_memory_mb: int | None = Field(None, ge=64, le=1 << 24)
-    """Host memory in MiB for decoding all images. Images wait until enough of it is free. Images
-    that need too much are rejected. None: a quarter of the machine's or the container's memory."""
+    """Host memory in MiB for decoding images. If too little of it is free, images wait. Images that
+    need more than three quarters of it are rejected. None: a quarter of the machine's or the
+    container's memory."""
     max_message_mb: int = Field(64, ge=1, le=1024)
     """Maximum size of a request in MiB. With one model, up to four times `queue_size` requests can
     be in memory at a time, including those being received. Until its image is decoded, a request

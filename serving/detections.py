@@ -56,7 +56,7 @@ class MaskFormat(Enum):
 
 
 def has_type(value: object, classes: tuple[type, ...]) -> bool:
-    """Return whether a value is an instance of one of the classes. Booleans are not numbers."""
+    """Return whether a value is an instance of one of the classes. For a boolean, return False."""
     return isinstance(value, classes) and not isinstance(value, bool)
 
 
@@ -152,7 +152,7 @@ def check_options(options: object, scheduling: object = DEFAULT_SCHEDULING) -> N
     for value, kind in ((options, DetectionOptions), (scheduling, SchedulingOptions)):
         if not isinstance(value, kind):
             raise TypeError(
-                f"options must be of the class {kind.__name__}, not {type(value).__name__}"
+                f"expected an argument of class {kind.__name__}, not {type(value).__name__}"
             )
 
 

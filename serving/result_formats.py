@@ -166,7 +166,7 @@ def draw_detections(image: NDArray[np.uint8], detections: Detections) -> NDArray
     """Draw masks, boxes, class names and scores. Detections with higher scores are drawn on top.
 
     Args:
-        image: [H, W, 3] RGB, after the EXIF rotation.
+        image: [H, W, 3] uint8 RGB, after the EXIF rotation.
         detections: Detections of that image. Masks are drawn only if they are in RLE.
 
     Returns:
@@ -218,7 +218,7 @@ def _draw_boxes(canvas: Image.Image, detections: Detections) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _font(file: str | None, size: float) -> Font:
-    """Return the font in a file, or Pillow's own if it is None, in a size in pixels."""
+    """Return the font in `file`, or Pillow's own font if `file` is None. `size` is in pixels."""
     return ImageFont.load_default(size) if file is None else ImageFont.truetype(file, size)
 
 
@@ -226,7 +226,8 @@ def _font(file: str | None, size: float) -> Font:
 def _font_file(name: str) -> str | None:
     """Return the file of a font that has all characters of a class name.
 
-    If no installed font has all of them, log a warning. None: use Pillow's own font.
+    None: use Pillow's own font, because the name is ASCII, or because no installed font has all of
+    its characters. In the second case, also log a warning.
     """
     if name.isascii():
         return None
@@ -238,8 +239,8 @@ def _font_file(name: str) -> str | None:
         if _has_characters(font, f"{name}0.123456789"):  # also those of a score
             return file
     _log.warning(
-        "no installed font has all characters of the class name %r, so images show boxes in their "
-        "place; install a font of its script, such as one of the Noto fonts",
+        "no installed font has all characters of the class name %r, so annotated images show "
+        "boxes for the missing ones; install a font of its script, such as one of the Noto fonts",
         name,
     )
     return None

@@ -372,9 +372,9 @@ def _unreachable_message(address: str, details: str) -> str:
     is_named = failed is not None and unquote(failed[1]).strip("[]") not in address
     hint = (
         "; if a server already runs on this host, the error may come from another IP address of "
-        "the host: check that the port is that of gRPC, not that of HTTP, and whether the server "
-        "requires TLS (--tls) or a client certificate (--certificate), or connect to the server's "
-        "IP address to see its own error"
+        "the host: connect to the server's IP address to see its own error, or check that the port "
+        "is that of gRPC, not that of HTTP, and whether the server requires TLS (--tls) or a "
+        "client certificate (--certificate)"
     )
     return (
         f"no server answers at {address} ({details}); start one with `maskrcnn serve BUNDLE`"

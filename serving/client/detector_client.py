@@ -108,9 +108,10 @@ class DetectorClient(Connection):
         Raises:
             ValueError: `concurrency` is not an integer of 1 or more. Raised before the iteration
                 starts.
-            TypeError: `images` is one image, not several. Raised before the iteration starts. Or an
-                image is not an `ImageSource`. This error, and any error that iterating over
-                `images` raises, is raised after the outcomes of the preceding images.
+            TypeError: `images` is one image, not several. Raised before the iteration starts.
+            Exception: Iterating over `images` raised this error, or an image is not an
+                `ImageSource` (TypeError). The error is raised after the outcomes of the preceding
+                images.
             AccessError: The server denies access to this client.
             ClosedError: The client is closed.
             RefusedError: The server does not serve the model or precision in `scheduling`.

@@ -75,7 +75,7 @@ def client(
 ) -> None:
     """Detect objects in IMAGES with the server at HOST, such as localhost:8500.
 
-    IMAGES are files and folders, without subfolders.
+    IMAGES are image files, and folders of image files. Images in subfolders are ignored.
     """
     silence_grpc()
     from ..client import DetectorClient

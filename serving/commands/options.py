@@ -38,10 +38,10 @@ REPORT_OPTIONS = (
         "--format", "formats", multiple=True, type=click.Choice(get_args(ReportFormat)),
         default=("pictures", "coco"), show_default=True,
         help="Output format; repeat the option for several. `pictures`: a PNG of each image with "
-        "its detections drawn. `coco`: one detections.json in COCO's results format, whose image "
-        "ids are the names of the images without suffix, as integers if decimal. To evaluate "
-        "against annotations with other ids, use `maskrcnn eval`. `numpy`: an NPZ of the arrays of "
-        "each image. A PNG or NPZ has the name of its image, as street.png for street.jpg. If "
+        "its detections drawn. `coco`: one detections.json in COCO's results format. The id of "
+        "an image is its name without suffix, as an integer if decimal. To evaluate against "
+        "annotations with other ids, use `maskrcnn eval`. `numpy`: an NPZ of the arrays of each "
+        "image. A PNG or NPZ has the name of its image, as street.png for street.jpg. If "
         "several images share that name, it includes the suffix, as street.jpg.png.",
     ),
     click.option(

@@ -115,7 +115,7 @@ def _predict_with_ray(
 ) -> None:
     """Detect objects with Ray, write Parquet files, and print how many images succeeded.
 
-    `predictor` are further keyword arguments of `predict_with_ray`.
+    `predictor` holds further keyword arguments of `predict_with_ray`.
 
     Raises:
         click.ClickException: Some images failed. The results of the other images are written.

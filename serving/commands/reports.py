@@ -119,12 +119,11 @@ def write_report(
     folder: Path,
     formats: Collection[ReportFormat] = ("pictures", "coco"),
 ) -> None:
-    """Write each image's detections to files as soon as the image's outcome arrives.
+    """Write the detections of images to files. Call this function from the main thread.
 
-    Call this function from the main thread.
-
-    If an error, SIGTERM or SIGHUP ends the run early, the COCO results so far are written. If no
-    image has succeeded, the COCO file of an earlier run is not overwritten.
+    The PNG and NPZ of an image are written as soon as its outcome arrives. The COCO file is written
+    at the end, even if an error, SIGTERM or SIGHUP ends the run early. If no image has succeeded,
+    the COCO file of an earlier run is not overwritten.
 
     Args:
         files: The image files.

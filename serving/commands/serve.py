@@ -73,9 +73,9 @@ def config_from_options(values: dict[str, Any]) -> ServeConfig:
 
 
 def setting_sources() -> dict[str, str]:
-    """Return the source of each setting's value in the current command, as text by setting name.
+    """Return a text on the source of each setting's value in the current command, by setting name.
 
-    Examples are "by option", "from the file" and "the default".
+    The texts are "by option", "from MASKRCNN_..." (a variable), "from the file" and "the default".
     """
     context = click.get_current_context()
     texts = {
@@ -272,8 +272,8 @@ def _sources_of(argument: str, config: ServeConfig) -> list["ModelSource"]:
         return [ModelSource(folder, _checked(name, reference), None)]
     if versions_in(folder) and not (folder / MANIFEST_NAME).exists():
         raise click.UsageError(
-            f"{reference} holds versions of a model without a name; give the name in the argument "
-            f"NAME=MODEL, as in {folder.resolve().name}={reference}"
+            f"{reference} holds versions of a model, but no model name; give the name in the "
+            f"argument NAME=MODEL, as in {folder.resolve().name}={reference}"
         )
     bundle = bundle_for_backend(reference, config.backend, config.precision)
     if not name:
