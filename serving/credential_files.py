@@ -134,7 +134,7 @@ def _digest(token: str) -> bytes:
 
 
 def _file_version(path: Path) -> tuple[int, ...] | None:
-    """Return a key that changes when the file is written or replaced. None: inaccessible file."""
+    """Return a value that changes when the file is written or replaced. None: file inaccessible."""
     try:
         status = path.stat()
     except OSError:

@@ -209,7 +209,7 @@ def detect_many(
 
     Decoding, inference and mask encoding of different batches overlap. With a `DeviceBackend`, all
     three run on the backend's device. With other backends, decoding and encoding run in CPU
-    threads: at most one batch per CPU core is decoded, and at most one is encoded, at a time.
+    threads. At most one batch per CPU core is decoded at a time, and at most one per core encoded.
 
     Args:
         images: Contents of JPEG, PNG or WebP files, paths of image files, or RGB pixels [H, W, 3]
@@ -245,7 +245,7 @@ def detect_many(
 def _read_source(image: ImageSource | str, max_pixels: int, *, copy: bool = False) -> SourceImage:
     """Return the content of an image file, or contiguous RGB pixels of at most `max_pixels`.
 
-    With `copy`, the pixels are always copied, otherwise only if they are not contiguous.
+    The pixels are copied if `copy` is True or if they are not contiguous.
     """
     try:
         source = read_image_source(Path(image) if isinstance(image, str) else image)

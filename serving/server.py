@@ -115,7 +115,7 @@ async def detection_server(
     Args:
         models: Folder of one bundle (exported model), or the bundles and names of several models.
         config: Server settings.
-        reload: Event. Each time the caller sets it, the bundles are reloaded.
+        reload: Event. Each time the caller sets it, the bundles are reloaded. None: no such event.
 
     Yields:
         Address `host:port` at which the server accepts requests.
@@ -175,10 +175,10 @@ async def detection_server(
 
 @contextlib.contextmanager
 def _cancelled_requests_logged(metrics: Metrics, grace_s: float) -> Iterator[None]:
-    """Context manager: log the number of requests that the server cancels when it stops.
+    """Context manager: if requests remain after `grace_s` seconds, log the number of them.
 
-    The `with` block stops the server, which cancels the remaining requests after `grace_s` seconds.
-    Their number is logged then, unless the block has already ended or no request remains.
+    The `with` block stops the server, which cancels these requests at that time. If the block ends
+    earlier, nothing is logged.
     """
 
     def warn() -> None:

@@ -171,7 +171,7 @@ class Endpoint:
         Args:
             transport: Access control, tracing and settings.
             verb: HTTP method. The body of a POST request is read before `respond` is called.
-            path: Template of the path.
+            path: Path of the route. Parameters are in braces, as in `/v1/samples/{name}`.
             method: Full name of the gRPC method whose rules for access and limits apply.
             respond: Function that computes the response to a request.
         """

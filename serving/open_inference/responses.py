@@ -84,7 +84,7 @@ def mask_format_of(outputs: Sequence[str]) -> MaskFormat:
 
 
 def server_metadata() -> pb.ServerMetadataResponse:
-    """Return the response to ServerMetadata."""
+    """Return the response to ServerMetadata: the server's name, version and protocol extensions."""
     return pb.ServerMetadataResponse(
         name="maskrcnn-trt",
         version=__version__,
@@ -100,7 +100,7 @@ def server_metadata() -> pb.ServerMetadataResponse:
 
 
 def model_metadata(name: str, model: ServedModel) -> pb.ModelMetadataResponse:
-    """Return the response to ModelMetadata.
+    """Return the response to ModelMetadata: the model's tensors, version and properties.
 
     Args:
         name: Model name in the request: the name of `model`, or that name and `-PRECISION`.
@@ -121,7 +121,7 @@ def model_metadata(name: str, model: ServedModel) -> pb.ModelMetadataResponse:
 
 
 def model_config(name: str, model: ServedModel, config: ServeConfig) -> pb.ModelConfigResponse:
-    """Return the response to ModelConfig.
+    """Return the response to ModelConfig: tensors, batching, worker processes and properties.
 
     Args:
         name: Model name in the request: the name of `model`, or that name and `-PRECISION`.

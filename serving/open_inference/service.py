@@ -92,7 +92,7 @@ class InferenceService(GRPCInferenceServiceServicer):
     async def ServerMetadata(  # noqa: N802
         self, request: pb.ServerMetadataRequest, context: CallContext
     ) -> pb.ServerMetadataResponse:
-        """Describe the server."""
+        """Return the server's name, version and protocol extensions."""
         return server_metadata()
 
     @aborting

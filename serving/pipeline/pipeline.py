@@ -144,9 +144,9 @@ class Pipeline:
         """Convert an image to the engine's input.
 
         Returns:
-            The engine's input, with the duration and queue time of the conversion.
-            Reservation of host memory, for an engine that decodes the image itself. The caller must
-            drop it once the engine has decoded the image. None: no memory is reserved.
+            First, the engine's input, with the duration and queue time of the conversion. Second, a
+            reservation of host memory for an engine that decodes the image itself. The caller must
+            drop the reservation once the engine has decoded the image. None: no reservation.
         """
         small = self.decode_memory.small
         if host.is_quick(source):
@@ -265,7 +265,7 @@ class ModelRepository:
         )
 
     def find_or_first(self, name: str) -> Pipeline:
-        """Return the pipeline that serves the model `name`. If none does, return `first`."""
+        """Return the pipeline that serves the model `name`, or else the first model's pipeline."""
         for pipeline in self.pipelines:
             if name in pipeline.model.names:
                 return pipeline

@@ -373,7 +373,7 @@ def request_deadline(
             both limits are given, the lower one applies.
 
     Raises:
-        ExpiredError: when the context exits, because its body took longer than the limit.
+        ExpiredError: the body took longer than the limit. The context manager raises this error.
     """
     if timeout_s is None and server_timeout_s is None:
         return contextlib.nullcontext()

@@ -148,7 +148,7 @@ class ServerCertificate:
 def credentials_from_files(current: Callable[[], CertificateFiles]) -> grpc.ServerCredentials:
     """Return credentials for a gRPC server. New connections use the files that `current` returns.
 
-    Whether clients need a certificate is decided by the first files, and cannot change later.
+    The first files decide whether clients need a certificate. Later files cannot change this.
     """
     used = current()
 

@@ -35,8 +35,8 @@ _Metadata = Sequence[tuple[str, str | bytes]]
 class Frame(IntEnum):
     """Kinds of frames (messages) between a front-end process and the server's process.
 
-    The comment of each kind names the sender (`Front end` is the front-end process), then the
-    meaning, then the pickled payload, if any.
+    The comment above each kind states the sender (`Front end` or `Server`, the two processes), the
+    meaning of the frame, and its pickled payload, if any.
     """
 
     # Front end: the process now accepts connections.

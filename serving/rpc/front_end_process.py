@@ -32,14 +32,14 @@ def run_front_end(
 ) -> None:
     """Accept calls and pass them to the server's process.
 
-    Calls are accepted until the server's process ends, or sends a message of kind `Frame.STOP`.
+    Calls are accepted until the server's process ends, or sends a frame of kind `Frame.STOP`.
 
     Args:
         handle: File descriptor of the Unix socket to the server's process.
         address: Address to listen on, as `host:port`.
         options: Options of the gRPC server.
         uses_tls: Whether connections are encrypted. If so, the server's process sends the
-            certificate files in a message of kind `Frame.CERTIFICATE`.
+            certificate files in a frame of kind `Frame.CERTIFICATE`.
     """
     drop_client_faults()
     asyncio.run(_serve(handle, address, options, uses_tls))

@@ -141,7 +141,7 @@ class FrontEndServer:
                 for front_end in self._front_ends:
                     front_end.send_certificate()
             except Exception:  # the next attempt may succeed
-                _log.exception("sending the certificate files to the front ends failed")
+                _log.exception("sending the certificate files to the front-end processes failed")
 
     async def _restart_when_ended(self, index: int) -> None:
         """Restart front-end process number `index`, counted from 0, whenever it ends."""

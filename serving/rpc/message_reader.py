@@ -49,7 +49,7 @@ _Parse = Callable[[bytes], Any]
 
 @dataclass(eq=False, slots=True)
 class _Wait:
-    """Wait of a task for a request message."""
+    """One task's wait for a request message."""
 
     task: "asyncio.Task[Any]"
     # gRPC peer of the call; it identifies the client's connection.
@@ -63,7 +63,7 @@ class _Wait:
     error: ServingError | None = None
 
     def end(self, error: ServingError) -> None:
-        """Cancel the wait unless it is cancelled already. Its task then raises `error`."""
+        """Cancel the wait unless it is cancelled already. The waiting task then raises `error`."""
         if self.error is None:
             self.error = error
             self.task.cancel()
@@ -314,9 +314,9 @@ def _walk(
 ) -> Iterator[tuple[str, _Field]]:
     """Yield `(path, field)` for each field in `message[start:end]`, including nested fields.
 
-    `kind` is the type of the message in this range. The byte offsets in `field` refer to `message`.
-    If a field counts towards `_MAX_LISTED_BYTES` (strings and packed varints), `path` is `prefix`
-    plus the field's name. Otherwise, `path` is empty.
+    `kind` is the type of the message in this range. `field` has the field's number, wire type and
+    byte range in `message`. If the field counts towards `_MAX_LISTED_BYTES` (strings and packed
+    varints), `path` is `prefix` plus the field's dotted name. Otherwise, `path` is empty.
     """
     for field in _fields(message, start, end):
         known = kind.fields_by_number.get(field.number)

@@ -122,9 +122,10 @@ class DetectorService:
                 process.
             admission: Context manager that holds an admission slot. None: acquire a slot from the
                 model's `AdmissionController`.
-            finish: Function that converts the encoder's result to the value to return. It runs in a
-                thread of this process. Its run time and its wait for the thread are added to
-                `encode_us` of the timing. None: return the encoder's result.
+            finish: Function that converts the encoder's result, which must have `height` and
+                `width`, to the value to return. It runs in a thread of this process. Its run time
+                and its wait for the thread are added to `encode_us` of the timing. None: return the
+                encoder's result.
             finish_memory: Peak memory of `finish` in bytes per pixel of the image.
 
         Returns:
