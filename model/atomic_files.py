@@ -24,7 +24,8 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
     Args:
         path: The file to create or replace. Its folder must exist.
-        durable: Whether to flush the file and its folder to the disk, against a power loss.
+        durable: Whether to flush the file and its folder to the disk, so that the write survives a
+            power loss.
 
     Raises:
         OSError: The file cannot be written.
@@ -65,8 +66,9 @@ def check_creatable(path: Path, suffix: str = "") -> None:
 
     Args:
         path: The path to check.
-        suffix: Required end of the name, such as `.html`, so that a mistake cannot overwrite, for
-            example, a checkpoint. Pipes and devices may have any name.
+        suffix: Required end of the name, such as `.html`. It protects other files, such as
+            checkpoints, from being overwritten by mistake. Empty: any name is allowed. Pipes and
+            devices may always have any name.
 
     Raises:
         OSError: The file or folder cannot be created. `strerror` states the reason: an invalid
@@ -96,5 +98,8 @@ def check_creatable(path: Path, suffix: str = "") -> None:
 
 
 def _is_written_directly(path: Path) -> bool:
-    """Return whether an existing path is not a regular file, or is in /dev or /proc."""
+    """Return whether a path exists and must not be replaced by a partial file.
+
+    This is the case for all paths in /dev and /proc, and for all but regular files elsewhere.
+    """
     return path.exists() and (not path.is_file() or path.absolute().parts[1] in ("dev", "proc"))

@@ -83,7 +83,7 @@ class FeaturePyramid(FeaturePyramidNetwork):  # type: ignore[misc]
 def norm_layer(norm: Norm, eps: float = 1e-5) -> Callable[[int], nn.Module] | None:
     """Return a function that builds a normalisation layer, given the number of channels.
 
-    Return None if `norm` is "none". `eps` is the epsilon of batch and group norms.
+    Return None if `norm` is "none". `eps` is the epsilon that the layer adds to the variance.
     """
     kinds: dict[Norm, Callable[[int], nn.Module] | None] = {
         "none": None,

@@ -38,7 +38,9 @@ class RoiBatchNorm2d(nn.BatchNorm2d):
 
 
 def apply_head(head: nn.Module, features: Tensor, chosen: Tensor | None) -> Tensor:
-    """Apply a head. Its `RoiBatchNorm2d` layers compute statistics from the chosen RoIs only.
+    """Return the output of a head for the pooled features of K RoIs.
+
+    In training, the head's `RoiBatchNorm2d` layers compute statistics from the chosen RoIs only.
 
     Args:
         head: box or mask head.

@@ -102,7 +102,7 @@ def load_tensors(path: Path) -> Any:
     """Read a file that `torch.save` wrote, on the CPU and without running code from it.
 
     Raises:
-        CheckpointError: a part of the file has another checksum than the file states.
+        CheckpointError: a member of the ZIP file has another checksum than the ZIP file states.
         Exception: of any type, if the file is damaged otherwise, or holds objects that torch's
             `weights_only` forbids.
     """
@@ -112,8 +112,9 @@ def load_tensors(path: Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():
                 raise CheckpointError(
-                    f"{path} is damaged: the checksum of its part {damaged} is wrong; give another "
-                    "file, or save it again without torch.serialization.set_crc32_options(False)"
+                    f"{path} is damaged: its ZIP member {damaged} has a wrong checksum; give "
+                    "another file, or save it again without "
+                    "torch.serialization.set_crc32_options(False)"
                 )
     return torch.load(path, map_location="cpu", weights_only=True)
 

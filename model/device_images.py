@@ -87,7 +87,7 @@ def _decode_with_torchvision(
 def _decode_on_gpu(
     files: list[Tensor], mode: ImageReadMode, device: torch.device
 ) -> Sequence[Tensor]:
-    """Decode JPEGs as `torchvision.io.decode_jpeg`, but not into memory that queued work uses."""
+    """Decode JPEGs by `torchvision.io.decode_jpeg`, into memory that no queued GPU work uses."""
     current = torch.cuda.current_stream(device)
     allocating = allocation_stream(current.device)
     with NVJPEG_LOCK, torch.cuda.stream(allocating):

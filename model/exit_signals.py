@@ -14,8 +14,8 @@ def exit_on_signals() -> Iterator[Callable[[], None]]:
     """Context manager: make SIGTERM and SIGHUP raise SystemExit, so that `finally` blocks run.
 
     The exit status is 128 + signal number. After the first signal, further signals are ignored.
-    A signal that is already ignored, as under `nohup`, or that already has a handler, is left
-    unchanged, even by the yielded function. In other threads than the main thread, do nothing.
+    If a signal is already ignored, as under `nohup`, or already has a handler, neither this context
+    manager nor the yielded function changes it. Outside of the main thread, do nothing.
 
     Yields:
         Function that makes the process ignore SIGTERM and SIGHUP, for example during clean-up.

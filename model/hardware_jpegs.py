@@ -267,7 +267,7 @@ def allocation_stream(device: torch.device) -> Any:
     with torch.cuda.device(device):
         bind_context(device.index)
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        stream = checked(driver.cuStreamCreate(flags), f"{device} cannot create a stream")
+        stream = checked(driver.cuStreamCreate(flags), f"cannot create a CUDA stream on {device}")
     return torch.cuda.ExternalStream(int(stream), device)  # type: ignore[no-untyped-call]
 
 

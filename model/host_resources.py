@@ -62,8 +62,8 @@ def available_cores() -> float:
 def keep_freed_memory() -> None:
     """Let this process keep freed host memory for its next allocations, up to 2 GiB.
 
-    By default, glibc returns large blocks to the operating system, and each of their pages must be
-    mapped anew. This takes a tenth of a training step on a CPU. On other C libraries, do nothing.
+    By default, glibc returns large freed blocks to the operating system. Mapping their pages again
+    takes a tenth of a training step on a CPU. On other C libraries, do nothing.
     """
     with contextlib.suppress(AttributeError):  # no mallopt
         mallopt = ctypes.CDLL(None).mallopt

@@ -93,9 +93,9 @@ def decode_image(
     yields its first frame. Time and memory are bounded by the number of pixels and bytes, even for
     hostile data.
 
-    A 16-bit grey image can use only the lowest bits, such as 12. Its depth is the smallest of 8,
-    10, 12, 14 and 16 bits in which its largest pixel value fits. The highest 8 bits of this depth
-    are kept.
+    The values of a 16-bit grey image may use only the lowest bits, for example the lowest 12. The
+    image's depth is the smallest of 8, 10, 12, 14 and 16 bits in which its largest value fits. The
+    highest 8 bits of this depth are kept.
 
     Args:
         data: the encoded image.
@@ -109,8 +109,8 @@ def decode_image(
     Raises:
         ImageError: the data are not a JPEG, PNG or WebP image, or the image is damaged, is too
             small, has more than `max_pixels` pixels, or would take too long to decode. Or the image
-            has 16 bits per colour channel, of which the highest 8 are kept, but all values fit in
-            14 bits, so it would turn dark.
+            has 16 bits per colour channel, and all its values fit in 14 bits. It would turn dark,
+            because the highest 8 of the 16 bits are kept.
     """
     image = _opened(data, max_pixels)
     orientation = _orientation_of(image, data) if apply_orientation else 1

@@ -107,7 +107,7 @@ def read_image_source(image: ImageSource) -> bytes | NDArray[np.uint8]:
     """Return the encoded content of an image, or the pixels of an array.
 
     Raises:
-        TypeError: `image` is not an `ImageSource`.
+        TypeError: `image` is neither bytes, a `Path`, nor a uint8 array.
         ImageError: the array is empty or not of shape [H, W, 3], or `read_image_file` rejects the
             file.
         OSError: the file cannot be read.

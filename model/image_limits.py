@@ -58,13 +58,18 @@ def check_size(height: int, width: int, max_pixels: int) -> None:
             "the setting max_pixels for this limit)"
         )
     if min(height, width) < MIN_SIDE:
-        raise ImageError(f"{size}, but each side must have at least {MIN_SIDE} pixels")
+        raise ImageError(
+            f"{size}, but each side must have at least {MIN_SIDE} pixels; use a larger image"
+        )
 
 
 def check_file_size(size: int) -> None:
     """Raise `ImageError` if a file of `size` bytes is larger than `MAX_FILE_BYTES`."""
     if size > MAX_FILE_BYTES:
-        raise ImageError(f"the file has {size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
+        raise ImageError(
+            f"the file has {size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed; use a smaller "
+            "file"
+        )
 
 
 def check_jpeg(image: ImageFile, data: bytes, first_scan: int) -> None:

@@ -86,7 +86,7 @@ def compile_program(
     *,
     any_batch: bool,
 ) -> bytes:
-    """Compile an exported program, and return the code for `write_compiled_program`.
+    """Compile an exported program, and return the result as bytes for `write_compiled_program`.
 
     Args:
         path: file of the exported program.
@@ -94,7 +94,7 @@ def compile_program(
         device: device to compile for: a GPU with its index, or the CPU.
         images: shape [2, 3, H, W] of an example batch; H x W is the program's fixed input size.
         dtype: dtype of the images.
-        any_batch: whether to compile for all batch sizes above 1, instead of only for 1.
+        any_batch: True: compile for all batch sizes above 1. False: compile for batch size 1 only.
     """
     program = load_exported_program(path, device)
     batch = torch.zeros(images, dtype=dtype, device=device)
@@ -199,7 +199,7 @@ def _compiled(
         program: exported program on the device to compile for.
         weights: output of `_weights` for the program.
         images: example batch [B, 3, H, W] on this device.
-        any_batch: whether to compile for all batch sizes above 1, instead of only for B.
+        any_batch: True: compile for all batch sizes above 1. False: compile for batch size B only.
     """
     # Use a new shape environment (torch's record of symbolic sizes). With the environment of the
     # loaded program, torch confuses expressions of sizes with symbols.

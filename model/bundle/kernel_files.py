@@ -27,7 +27,8 @@ _FOLDER = b"[TRITON_CACHE_DIR]"
 def cached_kernels(device: torch.device) -> dict[str, bytes]:
     """Return the compiled kernels that this package's cache and Triton's cache contain.
 
-    The names are `nvrtc/FILE` and `triton/KEY/FILE`. `device` is a GPU with its index.
+    The result maps names of the form `nvrtc/FILE` or `triton/KEY/FILE` to the contents of the
+    files. `device` is a GPU with its index.
     """
     nvrtc, triton = _folders(device)
     files = {f"nvrtc/{path.name}": path.read_bytes() for path in nvrtc.glob("*") if path.is_file()}

@@ -67,9 +67,8 @@ class Preprocessing(_Record):
     An image is decoded to RGB and resized so that its shorter side is `min_size` pixels. If its
     longer side would then exceed `max_size`, the image is resized so that the longer side is
     `max_size`. `resize` is the rule for rounding and interpolation. The resized image is padded at
-    the right and bottom to one of the model's fixed input sizes. The exported graph itself
-    normalises the pixels, whose values are 0..255, with `pixel_mean` and `pixel_std` on the same
-    scale.
+    the right and bottom to one of the model's fixed input sizes. Pixel values are 0..255. The
+    exported graph itself normalises them with `pixel_mean` and `pixel_std`, on the same scale.
     """
 
     min_size: int = Field(gt=0)
@@ -318,7 +317,8 @@ def verify_artifact(bundle: Path, artifact: Artifact) -> None:
     """Check the SHA-256 of all files of an artifact: the model, and its compiled program if any.
 
     Raises:
-        BundleError: `verified_path` rejects a file.
+        BundleError: a file is missing or unreadable, its SHA-256 differs from the manifest's, or
+            its path is not UTF-8.
     """
     verified_path(bundle, artifact)
     if artifact.compiled:

@@ -53,9 +53,10 @@ class Program:
         """Warm up a program on a GPU for batches of the shape of `images`.
 
         The arguments are those of `__call__`. The program runs once, which compiles it, loads
-        kernels and selects algorithms. The outputs are discarded. During this run, the process has
-        a lower limit of GPU memory, so that trials of algorithms do not take all memory. If the
-        model itself exceeds this limit, the program runs again with the previous limit.
+        kernels and selects algorithms. The outputs are discarded. During this run, the GPU memory
+        limit of the process is lowered, because cuDNN may try algorithms that would need all GPU
+        memory. If the model itself exceeds the lower limit, the program runs again with the
+        previous limit.
         """
         # In fp32, some algorithms that cuDNN tries would take all GPU memory, including memory that
         # other processes need. Therefore the first run has a lower memory limit. If the model

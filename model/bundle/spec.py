@@ -43,5 +43,5 @@ class ShapeBucket(NamedTuple):
 
     @property
     def is_multiple_of_step(self) -> bool:
-        """Whether both sides are multiples of `BUCKET_STEP`, and not zero."""
+        """Whether both sides are multiples of `BUCKET_STEP` (32 pixels), and not zero."""
         return min(self) >= BUCKET_STEP and not any(side % BUCKET_STEP for side in self)

@@ -13,7 +13,7 @@ class OverrideError(ValueError):
 
 
 def checked_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Return `key.path=value` overrides as a tuple, because an iterator could be read only once.
+    """Check the types of `key.path=value` overrides, and return them as a tuple.
 
     Raises:
         OverrideError: `overrides` is a string, bytes or a mapping, is not iterable, or has an item
@@ -21,7 +21,7 @@ def checked_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
     """
     if isinstance(overrides, str | bytes | Mapping) or not isinstance(overrides, Iterable):
         raise OverrideError(f"the overrides are {overrides!r}; give a list of strings")
-    overrides = tuple(overrides)
+    overrides = tuple(overrides)  # an iterator can be read only once
     for override in overrides:
         if not isinstance(override, str):
             raise OverrideError(f"the override {override!r} is not a string, as in 'seed=1'")

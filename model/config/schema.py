@@ -187,8 +187,8 @@ class RoiConfig(YamlConfig):
     aligned: bool = False
     """Pool with the half-pixel shift of detectron2's ROIAlignV2."""
     mask_crop_size: int | None = Field(112, ge=14, le=_MAX_MASK)
-    """Side in pixels of ground-truth masks, each of which is cropped to its box and resized.
-    None: masks of the whole input, which take a megabyte per instance."""
+    """Ground-truth masks are cropped to their boxes, and resized to this side in pixels.
+    None: masks cover the whole input, and take a megabyte per instance."""
     smooth_l1_beta: float = Field(1 / 9, ge=0)
     """Error at which the smooth L1 box loss changes from quadratic to linear; 0 is plain L1."""
     min_side: float = Field(1e-2, ge=0)

@@ -322,10 +322,10 @@ def _first_byte(response: httpx.Response) -> int:
 
 
 def _with_min_speed(chunks: Iterable[bytes], policy: RetryPolicy) -> Iterator[bytes]:
-    """Yield chunks of a response.
+    """Yield the given chunks of a response.
 
-    Raise _AttemptError if, in an interval of `policy.timeout` seconds, fewer than
-    `policy.min_speed` bytes/s arrive on average.
+    If fewer than `policy.min_speed` bytes/s arrive on average during `policy.timeout` seconds,
+    raise _AttemptError.
     """
     since, received = time.monotonic(), 0
     for chunk in chunks:

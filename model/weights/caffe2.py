@@ -97,7 +97,7 @@ def _layout(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str
 
 
 def _with_statistics(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add mean 0 and variance 1 to batch norms of which only scale and shift are stored.
+    """Return `tensors`, with mean 0 and variance 1 for batch norms that have only scale and shift.
 
     `tensors` have this model's names. `state` holds all tensors of the file under the file's names.
     """

@@ -251,8 +251,8 @@ def read_categories(path: Path, num_classes: int) -> tuple[Category, ...]:
         if categories[-1].id == num_classes:
             # The labels of torchvision's models are category ids.
             remedy = (
-                f"if the classes are the ids 1 to {num_classes}, give a file with a category for "
-                "each of these ids, or, for COCO's ids, leave out --categories"
+                f"if the labels of the weights are the ids 1 to {num_classes}, give a file with a "
+                "category for each id, or, if these are COCO's ids, leave out --categories"
             )
         raise WeightsError(
             f"{path} has {len(categories)} categories, but the weights have {num_classes} classes; "

@@ -62,7 +62,7 @@ _PYRAMID_LEVELS = 5
 
 @dataclass(frozen=True)
 class Detectron2Config:
-    """Settings that a configuration file of detectron2 states. Other settings are absent."""
+    """Settings from a configuration file of detectron2, without those that the file lacks."""
 
     # Values of `ModelConfig`, and of `InputConfig` below `preprocessing`, by dotted key.
     settings: Settings
@@ -97,7 +97,7 @@ def _config_from(path: Path, values: Mapping[str, Any]) -> Detectron2Config:
 
     Raises:
         WeightsError: this model cannot represent a setting.
-        TypeError, ValueError, RuntimeError: a value has another form than in detectron2.
+        TypeError, ValueError, RuntimeError: a value has another type or shape than in detectron2.
     """
     for key, allowed in {**_FIXED, **_feature_maps(values)}.items():
         if key in values and values[key] not in allowed:
@@ -132,7 +132,11 @@ def _config_from(path: Path, values: Mapping[str, Any]) -> Detectron2Config:
 
 
 def _feature_maps(values: Mapping[str, Any]) -> Mapping[str, Sequence[object]]:
-    """Return by key the feature maps that the RPN and the heads may read."""
+    """Return the supported names of the feature maps that the RPN and the heads read.
+
+    The result maps a dotted key, such as `MODEL.RPN.IN_FEATURES`, to the supported values, such as
+    `["res4"]`. `values` holds the file's values by dotted key.
+    """
     rpn, heads = "MODEL.RPN.IN_FEATURES", "MODEL.ROI_HEADS.IN_FEATURES"
     if values.get("MODEL.ROI_HEADS.NAME") == "Res5ROIHeads":
         return {rpn: (["res4"],), heads: (["res4"],)}
@@ -186,7 +190,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _anchors(path: Path, values: Mapping[str, Any]) -> Settings:
-    """Return the sizes and aspect ratios of anchors that a configuration file states, as settings.
+    """Return the anchor sizes and aspect ratios of a configuration file, as settings of this model.
 
     `values` holds the file's values by dotted key. `path` is the file, for the error message.
 

@@ -40,7 +40,7 @@ def is_url(reference: str | Path) -> bool:
 
 
 def base_config(path: Path, content: object) -> Path | None:
-    """Return the file from which a configuration of detectron2 inherits, or None without one.
+    """Return the base file (key `_BASE_`) of a detectron2 configuration. None: it has no base file.
 
     Args:
         path: The configuration file.
@@ -184,9 +184,10 @@ def _bars() -> AbstractContextManager[ByteProgress]:
     return progress_bars()
 
 
+# Some commands read the same weights twice.
 @functools.cache
 def _print_once(line: str) -> None:
-    """Print a line, unless this process has printed it already. Commands read weights twice."""
+    """Print a line to standard error, unless this process has printed it already."""
     _print(line)
 
 

@@ -138,7 +138,7 @@ def build_model(
         num_classes: number of foreground classes of a model with random weights.
 
     Raises:
-        ValueError: there are no such `features` or ResNets, or `num_classes` is invalid.
+        ValueError: `source` is None, and `name`, `features` or `num_classes` is invalid.
         CheckpointError: the weights cannot be read or converted, have NaN or infinite values, or
             are for another backbone.
         ZooError: no published model has this name, or this program does not support the model.

@@ -243,9 +243,9 @@ def _norm(module: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _count(pattern: str, tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of layers whose indices a regular expression captures in tensor names.
+    """Return the number of layers, given a regular expression that captures layer indices.
 
-    This is the largest captured index plus 1, or 0 if the expression matches no name.
+    The number is the largest index captured in a tensor name plus 1, or 0 if no name matches.
     """
     matches = (re.fullmatch(pattern, name) for name in tensors)
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
