@@ -20,8 +20,8 @@ def kernels() -> None:
 @kernels.command()
 @click.option(
     "--compute-capability", "capabilities", multiple=True, type=CapabilityType(),
-    help="Compute capability of a target GPU, such as 9.0; repeatable. Default: all for which the "
-    "tests compile.",
+    help="Compute capability of a target GPU, such as 9.0; repeatable. Default: all that the "
+    "tests cover.",
 )  # fmt: skip
 def build(capabilities: tuple[str, ...]) -> None:
     """Compile all kernels for the default model configuration into the user's cache.

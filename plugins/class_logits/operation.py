@@ -1,8 +1,8 @@
 """`maskrcnn::class_logits`, `relu_class_logits`: mask logits of each instance, for its class only.
 
-Specification of all implementations: products and sums are float32, and the logit, including the
-bias, is rounded once to the dtype of the features. So are gradients. If torch may use TF32 in
-matrix products, the gradients of weight and bias are sums of values rounded to TF32.
+Specification of all implementations: products and sums are float32. Each logit, including the bias,
+and each gradient is rounded once to the dtype of the features. If torch may use TF32 in matrix
+products, the gradients of weight and bias are sums of values rounded to TF32.
 """
 
 from collections.abc import Callable

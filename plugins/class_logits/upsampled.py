@@ -98,8 +98,8 @@ def _empty_logits(features: Tensor) -> Tensor:
 def _as_convolution(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return weight and bias of a 1x1 convolution that computes the transposed convolution.
 
-    Its output channels are all channels of the upper left output cell, then those of the upper
-    right one, the lower left one and the lower right one.
+    Each input cell gives 2x2 output cells. The output channels of the convolution are those of the
+    upper left output cell, then the upper right, the lower left and the lower right one.
     """
     return weight.flatten(0, 2)[:, :, None, None], bias.repeat(_SIDE * _SIDE)
 
@@ -107,7 +107,10 @@ def _as_convolution(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 def _logits_of_cells(
     output: Tensor, class_weight: Tensor, class_bias: Tensor, labels: Tensor
 ) -> Tensor:
-    """Return the logits [R, 2 * H, 2 * W] of the convolution's output [R, 2 * 2 * D, H, W]."""
+    """Return the logits [R, 2 * H, 2 * W] of mask cells.
+
+    `output` [R, 2 * 2 * D, H, W] is the ReLU of the convolution that `_as_convolution` describes.
+    """
     instances, _, rows, columns = output.shape
     cells = rows * columns * _SIDE * _SIDE
     features = output.permute(0, 2, 3, 1).reshape(instances, cells, class_weight.shape[1])

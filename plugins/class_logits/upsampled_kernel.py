@@ -92,11 +92,11 @@ def _upsampled_class_logits(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute one of the 2x2 output cells of many input cells.
+    """Compute the logits of `upsampled_class_logits`.
 
-    A thread block keeps that part of the weight in shared memory which belongs to its output cell,
-    while it computes many groups of BLOCK_M input cells. `blocks` thread blocks keep the same part,
-    and each of them computes some of the groups. The convolution's result stays in registers.
+    Each thread block computes one of the 2x2 output cells, for many groups of BLOCK_M input cells.
+    Meanwhile it keeps the weight of this output cell in shared memory. The groups are divided among
+    `blocks` thread blocks per output cell. The convolution's result stays in registers.
     """
     CELLS: tl.constexpr = ROWS * COLUMNS
     part = tl.program_id(0) % 4

@@ -1,11 +1,14 @@
 """`maskrcnn::block_transition`: fused end of a residual block and start of the next one.
 
-Specification of all implementations: the result of a residual block's last convolution and the
-block's shortcut are added. A ReLU is applied to the sum, and the result is rounded to the data type
-of the tensors. The first convolution of the next block reads the rounded values. A ReLU is applied
-to its result, too. `can_fuse_transition` tests whether a block is supported. If the block's middle
-convolution is included, a ReLU is applied to its result, which is rounded before the last
-convolution reads it. `can_fuse_middle` tests whether a middle convolution is supported.
+Specification of all implementations: the steps are, in this order,
+
+1. optionally, the residual block's middle convolution and a ReLU;
+2. the sum of the block's last convolution and the block's shortcut, and a ReLU;
+3. the next block's first convolution and a ReLU.
+
+The result of each step is rounded to the dtype of the tensors, and the next step reads the rounded
+values. `can_fuse_transition` tests whether a block is supported, and `can_fuse_middle` whether its
+middle convolution is supported.
 """
 
 # In the first stages of a ResNet-50 or larger, memory traffic limits the speed of these layers.
@@ -213,7 +216,7 @@ def _(
 def _optional_convolution(
     name: str, weight: Tensor | None, bias: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return weight and bias of a convolution by argument name, or nothing without a weight."""
+    """Return weight and bias of a convolution by argument name. If both are None, return {}."""
     if (weight is None) != (bias is None):
         raise ValueError(f"{name}_weight and {name}_bias go together; give both or neither")
     if weight is None or bias is None:
@@ -228,9 +231,9 @@ def _empty_outputs(images: Tensor, weight: Tensor, next_weight: Tensor) -> tuple
 def _kernel_tensors(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Check the inputs of `block_transition`, and return them as the kernel's arguments.
 
-    All results are contiguous and aligned. Weights are returned as [output channels, input
-    channels], or [output channels, 9 * input channels] if they are 3x3. `_kernel_map` arranges
-    maps.
+    All results are contiguous and 16-byte aligned. Weights are returned as [output channels, input
+    channels], or [output channels, 9 * input channels] if they are 3x3. Feature maps have the shape
+    that `_kernel_map` returns.
 
     Raises:
         ValueError: a tensor has another dtype or shape than documented, or the tensors are on
@@ -265,9 +268,9 @@ def _kernel_tensors(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _kernel_map(tensor: Tensor, has_middle: bool) -> Tensor:
-    """Return a view of a map [B, H, W, C] as the kernel reads or writes it.
+    """Return a view of a feature map [B, H, W, C] in the shape that the kernel reads or writes.
 
-    Only the middle convolution needs rows and columns. Without it, the result is [1, 1, B * H * W,
-    C].
+    Only the middle convolution needs rows and columns. Without a middle convolution, the shape is
+    [1, 1, B * H * W, C].
     """
     return tensor if has_middle else tensor.view(1, 1, -1, tensor.shape[3])

@@ -139,9 +139,9 @@ def launch_upsampling_convolution(
 
 
 def descriptor(tensor: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """Return the descriptor with which a kernel reads or writes a part of a tensor at once.
+    """Return the Triton descriptor by which a kernel reads or writes whole blocks of a tensor.
 
-    `tensor` is contiguous and 16-byte aligned. `block` is the shape of the part.
+    `tensor` is contiguous and 16-byte aligned. `block` is the shape of a block.
     """
     # The two views replace the strides of dimensions of size 1, which can be unaligned.
     return TensorDescriptor.from_tensor(tensor.view(-1).view(tensor.shape), list(block))

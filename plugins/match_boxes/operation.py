@@ -3,10 +3,10 @@
 Specification of all implementations (Ren et al., Faster R-CNN, section 3.1.2), whose results are
 equal bit for bit: a candidate is matched to the ground-truth box of highest IoU, the first one in
 case of ties. The candidate is positive if that IoU reaches the foreground threshold, and negative
-if it is below the background threshold. If the argument `low_quality` is set, the candidates of
-highest IoU with each ground-truth box are positive and not negative, regardless of the thresholds,
-unless that IoU is 0. The IoU is that of `maskrcnn::box_iou`. Label 0 marks padding, which never
-matches.
+if it is below the background threshold. If the argument `low_quality` is True, the thresholds do
+not apply to the candidates of highest IoU with each ground-truth box: unless this IoU is 0, these
+candidates are positive and not negative. `maskrcnn::box_iou` specifies the IoU. Label 0 marks
+padding, which never matches.
 """
 
 import torch
@@ -36,8 +36,8 @@ def match_boxes(
         candidates: [B, N, 4], or [1, N, 4] shared by all images; float32, xyxy.
         foreground_iou: smallest IoU of positive candidates.
         background_iou: candidates with a smaller IoU are negative. At most `foreground_iou`.
-        low_quality: whether the candidates of highest IoU with each box are positive and not
-            negative regardless of the thresholds, if that IoU is above 0.
+        low_quality: True: the candidates of highest IoU with each box are positive and not
+            negative, even if this IoU is below the thresholds. An IoU of 0 is never positive.
 
     Returns:
         target [B, N] int64, the index of each candidate's matched box, 0 for images without ground

@@ -45,13 +45,14 @@ def nms_keep_launch(sets: int, boxes: int) -> Launch:
     - `nms_keep` reads boxes [sets, boxes, 4] float32 and classes [sets, boxes] int64.
     - `nms_select` reads the classes and the output of `nms_overlaps`.
 
-    Both write which boxes are kept, [sets, boxes] of the type `keep_type` in `nms_keep_kernel`.
+    The output of both is [sets, boxes], true for kept boxes. Its type is the argument `keep_type`
+    of `nms_keep_kernel`.
     """
     return Launch((sets, 1, 1), (_THREADS, 1, 1), (boxes,))
 
 
 def number_of_tiles(boxes: int) -> int:
-    """Return the number of tiles of a set of boxes. The last tile has at most 64, the others 64."""
+    """Return the number of tiles of a set. A tile has 64 boxes; the last one may have fewer."""
     return -(-boxes // _TILE)
 
 

@@ -29,10 +29,14 @@ def paste_rle_kernel(probability: str, side: int, threshold: float, *, exact: bo
 def paste_rle_launch(instances: int, capacity: int) -> Launch:
     """Return the grid, block and scalar arguments of `paste_rle_kernel`.
 
-    Inputs are masks [instances, side, side], whose type is the argument `probability` of
-    `paste_rle_kernel`, boxes [instances, 4] float32 and image sizes (height, width) [instances, 2]
-    int64. Outputs are run lengths [instances, capacity] int32, with room for `capacity` runs per
-    mask, and the number of runs of each mask [instances] int32, including runs beyond the capacity.
+    Inputs:
+        - masks [instances, side, side] of the type `probability` of `paste_rle_kernel`
+        - boxes [instances, 4] float32
+        - image sizes (height, width) [instances, 2] int64
+
+    Outputs:
+        - run lengths [instances, capacity] int32
+        - number of runs of each mask [instances] int32, including runs beyond the capacity
     """
     return Launch((instances, 1, 1), (_THREADS, 1, 1), (capacity,))
 

@@ -19,10 +19,15 @@ def polygon_targets_kernel(side: int) -> Kernel:
 def polygon_targets_launch(rois: int, instances: int) -> Launch:
     """Return the grid, block and scalar arguments of `polygon_targets_kernel`.
 
-    For V vertices of R rings, inputs are vertices [V, 2], the rings' offsets into the vertices
-    [R + 1], the instances' offsets into the rings [instances + 1], RoI boxes [rois, 4] and the
-    instance index of each RoI [rois]. Vertices and boxes are float32, the other inputs int64. The
-    output is mask targets [rois, side, side] float32.
+    The kernel's inputs are, in this order, for R rings (polygons) with V vertices in total:
+
+    - vertices [V, 2] float32;
+    - offsets of the rings into the vertices, [R + 1] int64;
+    - offsets of the instances into the rings, [instances + 1] int64;
+    - RoI boxes [rois, 4] float32;
+    - instance index of each RoI, [rois] int64.
+
+    The output is mask targets [rois, side, side] float32.
     """
     return Launch((rois, 1, 1), (_THREADS, 1, 1), (instances,))
 

@@ -1,6 +1,7 @@
 """`maskrcnn::pyramid_roi_align`: RoIAlign over a feature pyramid for a batch of images.
 
-Specification of all implementations: the level of a RoI of width w and height h is
+Specification of all implementations: the number of a level is log2 of its stride in input pixels.
+The level of a RoI of width w and height h is
 `floor(canonical_level + log2(sqrt(w h) / canonical_size) + 1e-6)`, clamped to the given levels (Lin
 et al., Feature Pyramid Networks, eq. 1). Pooling is torchvision's RoIAlign (He et al., Mask R-CNN).
 With `aligned=False`, a RoI side below one feature cell is enlarged to one cell. With

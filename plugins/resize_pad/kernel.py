@@ -24,8 +24,8 @@ def table_shape(images: int, taps: int, places: int) -> tuple[int, int, int, int
 
     - the image;
     - 0 for rows, 1 for columns;
-    - the index of the first source row or column that contributes to a resized one, the number of
-      contributing source rows or columns, and their weights;
+    - 2 + `taps` values per resized row or column: index of the first source row or column that
+      contributes to it, number of contributing source rows or columns, and their weights;
     - the index of the resized row or column.
 
     Args:
@@ -39,10 +39,16 @@ def table_shape(images: int, taps: int, places: int) -> tuple[int, int, int, int
 def resize_weights_launch(images: int, taps: int, places: int) -> Launch:
     """Return the grid, block and scalar arguments of the kernel `RESIZE_WEIGHTS`.
 
-    The input is a table [images, 9] int64. A row holds the GPU address of a uint8 image, its
-    strides in bytes by channel, row and column, its height and width, its height and width after
-    resizing, and whether it is resized vertically first. The output is the table of resampling
-    weights, whose shape `table_shape` returns for the same arguments.
+    The input is a table [images, 9] int64. The columns are, in this order:
+
+    - GPU address of a uint8 image;
+    - strides of the image in bytes, by channel, row and column;
+    - height and width of the image;
+    - height and width after resizing, 0 if the image has no pixels;
+    - 1 if the image is resized vertically first, else 0.
+
+    The output is the table of resampling weights. `table_shape` returns its shape for the same
+    arguments.
     """
     grid = ((places + _WEIGHT_THREADS - 1) // _WEIGHT_THREADS, 2, images)
     return Launch(grid, (_WEIGHT_THREADS, 1, 1), (taps, places))

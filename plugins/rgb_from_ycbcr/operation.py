@@ -30,7 +30,7 @@ _HALF = 1 << 15
 
 
 class _Image(NamedTuple):
-    """Sizes of an image, and offsets in bytes of its planes in the input and output."""
+    """Sizes of an image, and byte offsets of its planes (input) and of its RGB pixels (output)."""
 
     luma: int
     chroma: int

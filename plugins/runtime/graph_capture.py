@@ -54,9 +54,9 @@ def captured_graph(
 ) -> tuple[torch.cuda.CUDAGraph, _Result]:
     """Capture a function as a CUDA graph. A replay zeroes all small workspaces by one memset.
 
-    The memsets by which cuDNN and cuBLASLt zero single small workspaces are removed from the graph.
-    A workspace is small if it has at most 16 KiB and fits into the 1 MiB that the graph's
-    workspaces share.
+    cuDNN and cuBLASLt queue one memset per workspace. The memsets of small workspaces are removed
+    from the graph. A workspace is small if it has at most 16 KiB, and fits into the 1 MiB that the
+    graph's small workspaces share.
 
     Args:
         function: function that queues work in the current stream. This work is captured.

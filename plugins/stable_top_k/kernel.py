@@ -40,7 +40,8 @@ def prune_kernel(value_type: str, parts: Sequence[Part]) -> Kernel:
 
     A part of a row is, for example, the scores of one pyramid level. It is cut into chunks of up to
     `CHUNK` entries. The kernel keeps the k largest entries of each chunk; `prune_launch` sets k.
-    The kernel is launched repeatedly until every part fits into one chunk, as `sort_kernel` needs.
+    Launch the kernel repeatedly until the remaining entries of each part fit into one chunk, as
+    `sort_kernel` requires.
 
     Args:
         value_type: `float`, `float16` or `bfloat16`.
@@ -58,9 +59,9 @@ def prune_launch(rows: int, stride: int, parts: Sequence[Part], k: int) -> Launc
     - Values [rows, N]: the rows are `stride` elements apart.
     - Candidates [rows, L, C] int64: C is the largest number of candidates of a part. The high 32
       bits of a candidate are its index in the row of values. The low 32 bits are an unsigned key: a
-      larger value has a larger key. A part's candidates are in the order of their indices. If this
-      tensor is empty, all entries of a part are candidates.
-    - Output [rows, L, survivors(C, k)] int64: the kept candidates, in the same form.
+      larger value has a larger key. A part's candidates are in the order of their indices. If the
+      tensor of candidates is empty, all entries of a part are candidates.
+    - Output [rows, L, survivors(C, k)] int64: the kept candidates, with index and key as above.
     """
     count = longest(parts)
     scalars = (stride, count, *chain(*parts), k, survivors(count, k))
