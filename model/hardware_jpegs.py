@@ -293,7 +293,7 @@ def _decoder_of(device: torch.device) -> HardwareJpegDecoder | None:
 
 
 def _path_of_nvjpeg() -> str | None:
-    """Return the path of the nvJPEG library that this process has loaded, or None without one."""
+    """Return the path of the nvJPEG library that this process has loaded. None: not loaded."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     return next((line.split(maxsplit=5)[-1] for line in lines if "/libnvjpeg" in line), None)

@@ -156,7 +156,7 @@ class MaskRCNN(nn.Module):
         return TrainingSamples(features, anchors, rois, counts.float())
 
     def loss_sums(self, samples: TrainingSamples, targets: Targets) -> Tensor:
-        """Return the sums [5] of a batch's losses over its samples, ordered as `LOSS_NAMES`."""
+        """Return the sums [5] of a batch's losses over `samples`, in the order of `LOSS_NAMES`."""
         features, anchors, rois, _ = samples
         rpn_losses = self.rpn.losses(features, anchors, targets)
         return torch.stack([*rpn_losses, *self.roi_heads.losses(features, rois, targets)])

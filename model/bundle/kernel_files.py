@@ -81,5 +81,5 @@ def _as_json(path: Path) -> bytes:
 
 
 def _folders(device: torch.device) -> tuple[Path, Path]:
-    """Return the cache folder of CUDA kernels, and that of Triton kernels for a GPU."""
+    """Return two cache folders: of CUDA kernels, and of Triton kernels for the GPU `device`."""
     return cache_folder("kernels"), Path(triton_cache_dir(device.index))

@@ -106,7 +106,7 @@ def _config_files(path: Path) -> list[Path]:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether a folder is a bundle whose files have the hashes in its manifest."""
+    """Return whether a folder is a bundle, and all its files have the SHA-256 in its manifest."""
     try:
         for artifact in read_manifest(folder).artifacts:
             verify_artifact(folder, artifact)

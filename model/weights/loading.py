@@ -204,9 +204,9 @@ def _is_equivalent(key: str, value: Any, other: Any) -> bool:
 
 
 def _has_merged_norms(weights: Weights) -> bool:
-    """Whether the statistics of batch norms are merged into scale and shift.
+    """Whether the statistics of all batch norms are merged into scale and shift.
 
-    Then all batch norms have mean 0, variance 1 and epsilon 0.
+    If so, all batch norms have mean 0, variance 1 and epsilon 0.
     """
     values = {"running_mean": 0, "running_var": 1}
     statistics = [(n, t) for n, t in weights.tensors.items() if n.endswith(tuple(values))]
@@ -238,5 +238,5 @@ def _tensors_for(config: ModelConfig, weights: Weights) -> dict[str, Tensor]:
 
 
 def _module_of(name: str) -> str:
-    """Return the second-level module that holds a tensor, such as `roi_heads.box_head`."""
+    """Return the first two components of a tensor name, such as `roi_heads.box_head`."""
     return ".".join(name.split(".")[:2])

@@ -63,7 +63,7 @@ class Weights:
 
     @property
     def has_heads(self) -> bool:
-        """Whether the tensors include more than a backbone."""
+        """Whether the tensors include an RPN or RoI heads, not only a backbone."""
         return any(name.startswith(("rpn.", "roi_heads.")) for name in self.tensors)
 
 

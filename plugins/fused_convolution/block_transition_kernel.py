@@ -13,7 +13,7 @@ from .pointwise_kernel import descriptor
 
 
 class Blocks(NamedTuple):
-    """Launch parameters of the Triton kernel."""
+    """Launch parameters of the Triton kernel of `block_transition`."""
 
     # Number of rows and columns of pixels that a thread block computes.
     rows: int
