@@ -212,7 +212,7 @@ def export(
         )
     if sample_paths:
         copy_samples(sample_paths, bundle)
-    click.echo(f"wrote the bundle {bundle}")
+    click.echo(f"the bundle is {bundle}")
     if images is not None:
         _verify(checkpoint, bundle, manifest, image_paths)
     if triton_repository is not None:
