@@ -161,7 +161,7 @@ def _export_graphs(
         for bucket in dict.fromkeys(settings.buckets):
             path = folder / f"model-{types}-{bucket}{ARTIFACT_SUFFIXES['onnx']}"
             if path.name not in hashes:
-                settings.report(f"exporting {types} to ONNX for inputs of {bucket}")
+                settings.report(f"exporting to ONNX in {types} for inputs of {bucket}")
                 graph = onnx_from_model(model, bucket, _INPUT_DTYPES[settings.input_dtype])
                 quantize = {"int8": quantized_model, "fp8": float8_model}.get(precision)
                 if quantize is not None:

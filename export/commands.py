@@ -217,7 +217,7 @@ def export(
         _verify(checkpoint, bundle, manifest, image_paths)
     if triton_repository is not None:
         names = triton_repository_from_bundle(bundle, triton_repository)
-        click.echo(f"Triton's models in {triton_repository} are {', '.join(names)}")
+        click.echo(f"added to the Triton repository {triton_repository}: {', '.join(names)}")
 
 
 def _verify(checkpoint: str, bundle: Path, manifest: Manifest, images: list[Path]) -> None:

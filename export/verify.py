@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether all outputs are finite, and at most `tolerance.share` of detections differ."""
+        """Whether outputs are finite, and at most `tolerance.share` of the detections failed."""
         differences = (self.boxes, self.scores, self.masks)
         return bool(np.isfinite(differences).all()) and (
             self.missed <= self.tolerance.share * self.detections

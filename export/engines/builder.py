@@ -145,14 +145,14 @@ class EngineBuilder(ABC):
 
     @abstractmethod
     def _prepare(self, config: Any) -> None:
-        """Set options that only the subclass needs in an `IBuilderConfig`. Default: set nothing."""
+        """Set the options of `config`, an `IBuilderConfig`, that only the subclass needs."""
 
     @abstractmethod
     def _layers_of(self, plan: Any, model: bytes) -> list[Layer]:
         """Return the layers of the serialized engine `plan`, built from the ONNX model `model`."""
 
     def _requirements(self, has_plugins: bool) -> dict[str, Any]:
-        """Return the manifest fields that only the subclass adds, such as `gpu_name`. Default: {}.
+        """Return the manifest fields that only the subclass adds, such as `gpu_name`, by name.
 
         `has_plugins` states whether the engine uses plugins of this project.
         """

@@ -46,8 +46,8 @@ def inspect(plan: Path, as_json: bool) -> None:
     If PLAN is in a bundle, also show the build settings of PLAN. The hash of PLAN must match the
     bundle's manifest. Inspect only plans that you trust, because loading a plan can run code.
     Listing tensors and layers requires a GPU that can load the plan. Without such a GPU, the
-    command fails, unless PLAN is in a bundle and --json is given. Then the JSON has the reason, as
-    `note`, instead of tensors and layers.
+    command fails, with one exception: if PLAN is in a bundle and --json is given, the JSON has the
+    reason as `note`, and no tensors and layers.
     """
     from .inspection import inspected_layers, inspected_tensors, load_engine
 

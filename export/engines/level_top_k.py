@@ -22,7 +22,7 @@ def split_top_k(graph: onnx.GraphProto) -> None:
     producers = {name: node for node in graph.node for name in node.output}
 
     def sources(names: Iterable[str], op_type: str) -> list[onnx.NodeProto]:
-        """Return the nodes that output the tensors `names`, or [] if one is not of type `op_type`.
+        """Return the nodes that output the tensors `names`, or [] if any has another operator type.
 
         Tensors that no node outputs are skipped.
         """

@@ -69,7 +69,7 @@ _OPTIONS = (
     click.option(
         "--compute-capability", "compute_capabilities", multiple=True, type=CapabilityType(),
         help="Compute capabilities of the GPUs that tensorrt-rtx builds for, such as 8.6 8.9 12.0. "
-        "If left out, all that the installed TensorRT-RTX supports.",
+        "If left out, all from 8.0 on that the installed TensorRT-RTX supports.",
     ),
     click.option(
         "--plugins/--no-plugins", default=None,

@@ -30,7 +30,7 @@ def refit_bundle(bundle: Path) -> list[str]:
         Paths of the engines that received weights, relative to the bundle folder.
 
     Raises:
-        BundleError: the bundle is damaged, or lacks the ONNX file of an engine.
+        BundleError: the bundle is damaged, or lacks the ONNX file with an engine's weights.
         ModuleNotFoundError: TensorRT is not installed.
         EngineError: TensorRT cannot load an engine on this machine, or cannot insert the weights.
     """

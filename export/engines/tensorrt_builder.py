@@ -49,7 +49,7 @@ class TensorRTEngineBuilder(EngineBuilder):
 
     @property
     def _architecture(self) -> int:
-        """Lowest compute capability on which the plugins' kernels must run, as 80 for 8.0."""
+        """Lowest compute capability on which the plugins must run, as an integer: 80 for 8.0."""
         if self._options.hardware_compatibility == "ampere-plus":
             return 80
         return int(self._compute_capabilities[0].replace(".", ""))
@@ -148,7 +148,7 @@ class TensorRTEngineBuilder(EngineBuilder):
 def check_ptx(nvrtc_version: int, driver_version: int) -> None:
     """Check that a CUDA driver accepts the PTX code from a version of NVRTC.
 
-    Both arguments are CUDA versions, as 13000 for 13.0.
+    Both arguments are CUDA versions as integers, such as 13000 for 13.0.
 
     Raises:
         EngineError: NVRTC is newer than the driver.

@@ -122,9 +122,11 @@ def fuse_blocks(program: ExportedProgram) -> None:
 
 
 def fuse_middle_convolutions(program: ExportedProgram) -> None:
-    """Fuse residual blocks' middle convolutions with `block_transition`, in place.
+    """Fuse middle convolutions of residual blocks into the `block_transition` after them, in place.
 
-    A middle convolution is fused if a kernel supports it.
+    A `block_transition` is the operation that `fuse_blocks` has inserted for the end of a block and
+    the start of the next one. A middle convolution is fused if a kernel supports it, and no other
+    operation reads its result.
 
     Args:
         program: exported torch program, which `fuse_blocks` has changed.
@@ -198,7 +200,7 @@ def _is_pointwise(weight: Node, stride: list[int], padding: list[int]) -> bool:
 
 
 def _fusion_after(node: Node) -> _Fusion:
-    """Return which addition and which ReLU can be fused with the convolution `node`.
+    """Return the addition and the ReLU that can be fused with the convolution `node`.
 
     If neither can be fused, the result describes the convolution alone.
 

@@ -118,7 +118,7 @@ class Compilation(NamedTuple):
 
     @property
     def images(self) -> torch.Size:
-        """Shape of an example batch."""
+        """Shape [2, 3, H, W] of the example batch with which the program is compiled."""
         return torch.Size((2, 3, *self.bucket))
 
 

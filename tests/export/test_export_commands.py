@@ -106,7 +106,7 @@ def test_terminated_export_leaves_nothing(tiny_checkpoint: Path, tmp_path: Path)
     command = [sys.executable, "-m", "maskrcnn_trt", "export", str(tiny_checkpoint), "-o", "bundle"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith(b"exporting fp32")
+        assert process.stdout.readline().startswith(b"exporting to ONNX in fp32")
         process.terminate()
     assert process.returncode == 143
     assert list(tmp_path.iterdir()) == []
