@@ -87,7 +87,7 @@ def load_backend(
         max_batch: Maximum batch size.
 
     Raises:
-        BundleError: the bundle is damaged or lacks the precision.
+        BundleError: the bundle is damaged, or has no model file for the precision and backend.
         BackendError: the backend is unknown, does not run on this machine, or does not support
             `max_batch`, or memory runs out.
     """

@@ -68,8 +68,8 @@ class PlanTarget(NamedTuple):
 def probe_machine(kind: EngineKind) -> PlanTarget:
     """Return the properties of this machine that a plan (engine file) must match to run on it.
 
-    They include the GPU's compute capability and the version of the runtime: of TensorRT, or of
-    TensorRT for RTX if `kind` is `tensorrt-rtx`.
+    They include the GPU's compute capability, and the version of TensorRT or, if `kind` is
+    `tensorrt-rtx`, of TensorRT-RTX.
 
     Raises:
         BackendError: the machine has no GPU, or a Python module or CUDA's driver cannot be loaded.

@@ -223,9 +223,9 @@ class TensorRTDeviceBackend(TensorRTBackend):
     def infer_on_device(
         self, bucket: ShapeBucket, images: "Tensor", image_sizes: "Tensor"
     ) -> "ModelOutputs[Tensor]":
-        """Queue a batch, and make torch's current CUDA stream wait for it. Thread-safe.
+        """Queue a batch on the backend's CUDA stream. Make torch's current stream wait for it.
 
-        One CUDA stream of the backend computes the batches of all plans.
+        Thread-safe. The backend's stream computes the batches of all plans.
 
         Args:
             bucket: One of `buckets`.

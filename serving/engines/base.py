@@ -105,7 +105,7 @@ class Step(NamedTuple):
 
 
 class BatchSteps(Protocol):
-    """Sequence of steps from encoded images to detections."""
+    """Interface of the processing steps that turn a batch of images into detections."""
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -120,10 +120,10 @@ class BatchSteps(Protocol):
 
 
 class StepChain:
-    """Callable that runs all steps on a batch in the calling thread. Thread-safe.
+    """Callable that runs all processing steps of a batch in the calling thread. Thread-safe.
 
     A section is a group of successive steps with a common limit on concurrent batches. If the limit
-    is reached, further batches wait. A step whose `continues_section` is False begins a new
+    is reached, further batches wait. A `Step` whose `continues_section` is False begins a new
     section, and its field `threads` is the limit of the section.
     """
 
@@ -232,6 +232,8 @@ class EngineLoader(Protocol[Item, Result]):
         """Load the engine.
 
         Raises:
-            BundleError: the bundle is damaged or lacks the loader's precision.
-            BackendError: the backend does not run on this machine or with the loader's batch size.
+            BundleError: the bundle (exported model) is damaged, or has no model file for the
+                loader's precision and backend.
+            BackendError: the backend cannot run on this machine, or cannot compute batches of
+                the loader's maximum size.
         """

@@ -51,8 +51,9 @@ class BundleLoader:
         """Load the backend, and return an engine that uses it.
 
         Raises:
-            BundleError: the bundle is damaged or lacks `precision`.
-            BackendError: the backend does not run on this machine or with `max_batch`.
+            BundleError: the bundle is damaged, or has no model file for `precision` and `backend`.
+            BackendError: the backend cannot run on this machine, or cannot compute batches of
+                `max_batch` images.
         """
         backend = load_backend(
             self.bundle, self.manifest, self.precision, self.backend, self.max_batch
@@ -152,7 +153,7 @@ def _encoded(item: ImageRequest, detections: Detections) -> TimedResponse[Any]:
 
 
 def _black_image(bucket: ShapeBucket) -> PlannedImage:
-    """Return a black JPEG image of the bucket's size."""
+    """Return a black JPEG image of the model's input size `bucket`."""
     file = BytesIO()
     Image.new("RGB", (bucket.width, bucket.height)).save(file, "JPEG")
     data = file.getvalue()

@@ -42,7 +42,10 @@ Stream = torch.cuda.Stream | nullcontext[None]
 
 
 def new_stream(device: torch.device, priority: int = 0) -> Stream:
-    """Create a stream. On a GPU, streams of lower numbers of `priority` are preferred."""
+    """Create a CUDA stream, or a null context if `device` is the CPU.
+
+    Among CUDA streams, the GPU prefers those with lower numbers of `priority`.
+    """
     if device.type == "cuda":
         return torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
     return nullcontext()
@@ -72,9 +75,12 @@ class StreamEvent:
     def wait(self, longest_pause_s: float = LONGEST_PAUSE_S, earliest_s: float = 0.0) -> float:
         """Wait until the GPU work before the event is complete.
 
-        If the work is not complete at first, it is polled again from the time `earliest_s` of
-        `time.perf_counter` on. Between two polls, this thread then pauses for at most
-        `longest_pause_s` seconds.
+        The event is polled at the start of the call, and repeatedly from `earliest_s` on.
+
+        Args:
+            longest_pause_s: Longest pause between two of the repeated polls, in seconds.
+            earliest_s: Time from which the event is polled repeatedly, as `time.perf_counter`
+                returns it. 0.0: from the start of the call.
 
         Returns:
             Time of the last poll at which the work was not complete, or 0.0 if there was none.
@@ -170,10 +176,10 @@ class PastedBatch(NamedTuple):
 
 
 class BatchWaiter:
-    """Waits for batches with few polls. Thread-safe.
+    """Waiter for the end of batches, with few polls of their CUDA events. Thread-safe.
 
-    The model takes about as long for a batch as for earlier batches of the same size, so there are
-    no polls for most of this time.
+    The model takes about as long for a batch as for earlier batches of the same input size and
+    number of images. For most of this time, the waiter sleeps without polls.
     """
 
     def __init__(self, longest_pause_s: float) -> None:

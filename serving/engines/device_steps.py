@@ -299,7 +299,7 @@ class DeviceSteps:
         }
 
     def _with_detections(self, batch: PastedBatch) -> PastedBatch:
-        """Copy the detections from the device to `batch.detections`."""
+        """Return the batch with its detections copied from the device to the field `detections`."""
         *detections, _ = batch.inferred.outputs._replace(boxes=batch.masks.boxes)
         with by_any_thread(self._repeating):
             return batch._replace(detections=[tensor.cpu().numpy() for tensor in detections])
@@ -412,5 +412,5 @@ def upright_pixels(image: PlannedImage, decoded: Tensor | ImageError) -> Tensor 
 
 @functools.lru_cache(maxsize=16)
 def _warn_once(reason: str) -> None:
-    """Log an error of the device's decoder as a warning. Repeated errors are logged only once."""
+    """Log an error of the device's JPEG decoder as a warning, but not if it was logged before."""
     _log.warning("decoding the image on the CPU; the GPU decoder cannot: %s", reason)

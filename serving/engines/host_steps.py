@@ -68,7 +68,7 @@ def plan_image(
 
 
 def resized_pixels(image: PlannedImage) -> Pixels:
-    """Decode and resize a planned image.
+    """Decode an image, and resize it to the size that `plan_image` has chosen.
 
     Returns:
         [h, w, 3] RGB: float32 if the resize rule is `torchvision`, else uint8.
@@ -85,11 +85,11 @@ def resized_pixels(image: PlannedImage) -> Pixels:
 
 
 def write_pixels(image: PlannedImage, row: Pixels) -> None:
-    """Decode and resize a planned image, and write it to the top left corner of `row`.
+    """Decode an image, resize it, and write it to the top left corner of `row`.
 
-    `row` is the part of a batch's input for this image: [3, H, W], where H and W are the model's
-    input size. It must be black. Its dtype is float32 if the resize rule is `torchvision`, else
-    uint8.
+    `image` is the output of `plan_image`, which has chosen the size after resizing. `row` is the
+    part of a batch's input for this image: [3, H, W], where H and W are the model's input size. It
+    must be black. Its dtype is float32 if the resize rule is `torchvision`, else uint8.
 
     Raises:
         ImageError: the image is damaged; `row` stays black.

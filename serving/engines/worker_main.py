@@ -208,7 +208,7 @@ def _serve_channel(engine: Any, channel: Channel) -> None:
     """Run the engine methods that the server calls through a channel.
 
     A call arrives as a tuple (method name, *arguments). The result or the exception is sent back.
-    Return if None arrives or the server's process ends.
+    The function returns when None arrives, or when the server's process ends.
     """
     name_thread("batch")
     with contextlib.suppress(*_SERVER_GONE):

@@ -120,10 +120,11 @@ class WorkerProcess(Generic[Item, Result]):
         """Wait until the process has loaded its engine.
 
         Raises:
-            BundleError: the bundle is damaged or lacks the loader's precision.
-            BackendError: the backend does not run on this machine or with the loader's batch size,
-                the worker process ended, or the calling process has too few file descriptors for
-                the channels.
+            BundleError: the bundle (exported model) is damaged, or has no model file for the
+                loader's precision and backend.
+            BackendError: the backend cannot run on this machine, or cannot compute batches of
+                the loader's maximum size. Or the worker process ended, or the calling process has
+                too few file descriptors for the channels.
         """
         try:
             reply = self._control.recv()

@@ -73,7 +73,7 @@ def name_request(message_id: str) -> None:
 
 
 def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
-    """Log to stderr: `serving` at `level` and above, other packages at WARNING and above."""
+    """Log to stderr. Minimum level: `level` for the package `serving`, WARNING for all others."""
     _reopen_closed_streams()
     handler = _BackgroundHandler()
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())

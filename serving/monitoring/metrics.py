@@ -259,7 +259,7 @@ class Metrics:
             self._observe_images()
 
     def _observe_images(self) -> None:
-        """Add the images that were counted since the last call to the histograms."""
+        """Move the images that `count_image` has queued into the histograms."""
         with suppress(IndexError):  # raised when the deque, which another thread may use, is empty
             while True:
                 self._observe(self._unobserved.popleft())
@@ -279,7 +279,7 @@ class Metrics:
     def count_failure(
         self, name: str, version: str, error: BaseException, elapsed_s: float
     ) -> None:
-        """Count a request for a model that failed with `error` after `elapsed_s` s."""
+        """Count a request for the model `name` as failed with `error` after `elapsed_s` seconds."""
         reason = reason_from_error(error)
         self.statistics[name, version].count_failure(elapsed_s, reason.triton)
         self._rejected.labels(reason.name).inc()

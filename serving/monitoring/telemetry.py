@@ -83,7 +83,7 @@ class Telemetry:
     def reject_request(
         self, model: str, version: str, method: str, peer: str, error: ServingError
     ) -> None:
-        """Count and log a request that was rejected before it was read, as a failure of `model`."""
+        """Count and log a failed request for `model` that was rejected before it was read."""
         self.metrics.count_failure(model, version, error, elapsed_s=0)
         self._access_log.log_rejected_call(method, peer, error)
 
@@ -150,7 +150,7 @@ class Tracer:
         Args:
             method: HTTP method.
             route: Template of the path, such as `/v2/models/{model}/infer`.
-            context: Context of the request.
+            context: Context of the request, with methods of a gRPC context.
 
         Yields:
             Function to be called with the HTTP status code of the response.
