@@ -86,8 +86,8 @@ def atomic_folder(path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
 
     Yields:
         The temporary folder, and a function that locks `path` until this export has replaced it.
-        Call it before reading `path`. Other exports wait for the lock before they read or replace
-        `path`.
+        Call this function before reading `path`. Other exports wait for the lock before they read
+        or replace `path`.
 
     Raises:
         OSError: the folder cannot be created or written.
@@ -187,8 +187,8 @@ def with_older_artifacts(
     A model of the older bundle is left out if the new bundle has a model of the same kind,
     precision and input size, or if one of the older model's files is missing or damaged. If the
     older bundle's manifest is damaged, or the bundle belongs to another checkpoint, model
-    configuration or version of this package, none of its models is kept. Its sample images are kept
-    in any case.
+    configuration or version of this package, none of its models is kept. The older bundle's sample
+    images are kept in any case.
 
     Args:
         manifest: Manifest of the new bundle.

@@ -150,8 +150,8 @@ def fuse_middle_convolutions(program: ExportedProgram) -> None:
 def _transition(last: Node, first: Node) -> tuple[Any, tuple[Any, ...]] | None:
     """Return the fused operation that replaces two convolutions, and the operation's arguments.
 
-    Return None if no operation supports `last` and `first`. If the shortcut of the block of `last`
-    has a convolution, and a kernel supports all three, the operation also replaces this third one.
+    Return None if no operation supports `last` and `first`. If the shortcut beside `last` has a
+    convolution, and a kernel supports all three convolutions, the operation replaces all three.
 
     Args:
         last: `gemm_convolution` that ends a residual block and adds the residual.
