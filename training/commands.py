@@ -32,11 +32,11 @@ class _TrainCommand(ConfiguredCommand):
     ) -> click.Context:
         """Return the click context of `train finetune` or of `train`.
 
-        `finetune` selects `train finetune` if it is the first argument, options aside.
+        It is that of `train finetune` if the first positional argument is `finetune`.
 
         Raises:
-            click.UsageError: The first argument is a misspelling of
-                `finetune`. A name with a file suffix, or an existing path, is accepted as CONFIG.
+            click.UsageError: The first positional argument is a misspelling of `finetune`, has no
+                file suffix, and is not an existing path.
         """
         options = [p for p in (*self.params, *finetune.params) if isinstance(p, click.Option)]
         with_value = {name for option in options if not option.is_flag for name in option.opts}
@@ -136,10 +136,9 @@ def _warn_of_scaled_steps(overrides: Sequence[str], solver: "SolverConfig") -> N
     given = {override.partition("=")[0] for override in overrides}
     if given & {"solver.steps", "solver.max_iterations"} == {"solver.steps"} and solver.epochs:
         click.echo(
-            "warning: solver.steps are iterations of a run of solver.max_iterations="
-            f"{solver.max_iterations}, and solver.epochs={solver.epochs:g} scales them to the "
-            "length of this run; to give steps of this run, set solver.max_iterations instead of "
-            "solver.epochs",
+            f"warning: solver.steps are scaled from solver.max_iterations={solver.max_iterations} "
+            f"to the length of this run, which solver.epochs={solver.epochs:g} sets; to use "
+            "unscaled steps, set solver.max_iterations instead of solver.epochs",
             err=True,
         )
 

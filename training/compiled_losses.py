@@ -93,7 +93,7 @@ class CompiledLosses:
     def __call__(
         self, images: Tensor, image_sizes: Tensor, targets: Targets, seeds: Tensor
     ) -> LossTerms:
-        """Compute the five losses of an image batch, as sums and the counts that divide them.
+        """Compute the five losses of an image batch, each as a sum and a divisor (a count).
 
         `targets` is the ground truth. `seeds` has one seed per image, for the random sampling of
         anchors and RoIs. The shapes are as in `MaskRCNN.forward`.

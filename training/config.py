@@ -205,8 +205,8 @@ class TrainConfig(YamlConfig):
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of initial weights, image order, flips and the sampling of anchors and RoIs."""
     device: DeviceField = "auto"
-    """Training device: auto (a GPU if there is one, else the CPU), cpu, cuda, or numbers of GPUs,
-    as in 0,1, with one process per GPU."""
+    """Training device: auto (a GPU if there is one, else the CPU), cpu, cuda, or GPU numbers
+    such as 0,1, with one process per GPU."""
     processes: int | None = Field(None, ge=1)
     """Number of training processes on this machine. On GPUs, each process uses its own GPU. None:
     one process per GPU number in `device`, or one process if `device` has no GPU numbers."""
@@ -279,9 +279,9 @@ def validated_config(
             of `source` before the overrides are applied.
 
     Raises:
-        ConfigError: `source` is neither a string nor a path. It, or a file that a key `base` names,
-            is missing or is not a YAML mapping. A key or value is invalid; the message names the
-            key and the allowed values. An override sets `solver.max_iterations` although
+        ConfigError: `source` is neither a string nor a path. `source`, or a file that a key `base`
+            names, is missing or is not a YAML mapping. A key or value is invalid; the message names
+            the key and the allowed values. An override sets `solver.max_iterations` although
             `solver.epochs` is set.
     """
     if not isinstance(source, str | Path):

@@ -56,7 +56,7 @@ class ConfiguredCommand(click.Command):
                 raise
             meaning = ", the number of steps" if key == "solver.max_iterations" else ""
             raise click.UsageError(
-                f"{error.option_name} is not an option; give {key}=VALUE{meaning}, instead", ctx
+                f"{error.option_name} is not an option; instead, give {key}=VALUE{meaning}", ctx
             ) from None
         overrides: Sequence[str] = ctx.params.get("overrides", ())
         for text, value in zip_longest(overrides, overrides[1:], fillvalue="VALUE"):

@@ -27,7 +27,7 @@ def device_from(value: Any) -> Device:
     # YAML reads `0` as a number and `0,1` as text, so convert both to text.
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise ValueError(f"{value!r} is neither auto, cpu, cuda nor numbers of GPUs, as in 0,1")
+        raise ValueError(f"{value!r} is neither auto, cpu, cuda nor GPU numbers such as 0,1")
     numbers = tuple(map(int, text.split(",")))
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"{text} names a GPU twice")

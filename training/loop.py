@@ -146,9 +146,9 @@ class TrainingLoop:
     def _evaluate_and_save(self, report: TrainingReport) -> bool:
         """Evaluate and save the model, each if it is due. Return whether training ends.
 
-        Without an evaluation, an image file that shows detections on validation images may still be
-        due (`Validation.drawing_is_due`). A checkpoint is written with each evaluation, every
-        `checkpoint_period` iterations, and at the end of training.
+        A checkpoint is written with each evaluation, every `checkpoint_period` iterations, and at
+        the end of training. If no evaluation is due, but `Validation.drawing_is_due` is True, only
+        a PNG file that shows detections on validation images is written.
         """
         trainer, config = self._trainer, self._config
         final = trainer.iteration >= config.solver.max_iterations

@@ -91,8 +91,9 @@ class TrainingReport:
             progress: Progress bars from `terminal_progress`.
             scaler: Loss scaler of the run, enabled in fp16.
             trackers: Result of `open_trackers`. They are closed with the report.
-            is_evaluated: Whether the checkpoint to resume from was evaluated if it had to be. If
-                not, its evaluation is repeated, so lines of an earlier one are removed.
+            is_evaluated: False: the checkpoint to resume from lacks the metrics of a due
+                evaluation. The evaluation will be repeated, so the lines with its metrics are
+                removed.
         """
         self._period = period
         self._iterations = iterations
@@ -251,8 +252,8 @@ def with_progress(
 def _remove_lines_after(iteration: int, path: Path, *, is_evaluated: bool) -> None:
     """Remove damaged lines, and lines of iterations after `iteration`, from a metrics file.
 
-    If the checkpoint of `iteration` has no metrics, the evaluation will be repeated. Then also
-    remove the lines of evaluations, which have no loss, of `iteration`.
+    If `is_evaluated` is False, the evaluation at `iteration` will be repeated. Then also remove the
+    lines of `iteration` that have no loss: they have the metrics of an evaluation.
     """
     if not path.is_file():
         return

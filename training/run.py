@@ -220,8 +220,8 @@ def train(config: TrainConfig, rank: Worker, *, resume: bool) -> tuple[Path, dic
 def _record(config: TrainConfig) -> None:
     """Write the configuration to `output_dir/config.yaml` and log its section `solver`.
 
-    If the file exists, and its text is not the one that this package version would write, the file
-    is renamed first, because a user has probably written or edited it.
+    If the file exists, and `_is_generated` returns False for it, a user has probably written or
+    edited the file. It is then renamed first.
     """
     path = config.output_dir / CONFIG_FILE
     if path.exists() and not _is_generated(path):
@@ -238,7 +238,7 @@ def _record(config: TrainConfig) -> None:
 
 
 def _is_generated(path: Path) -> bool:
-    """Return whether `_record` would write the text of a configuration file for the same values."""
+    """Return whether a configuration file has the text that `_record` writes for its values."""
     try:
         return yaml_from_config(load_config(path)) == path.read_text()
     except (ConfigError, OSError, ValueError):

@@ -26,7 +26,7 @@ class ScaleJitterConfig(TransformConfig):
 
     name: Literal["ScaleJitter"]
     scale_range: tuple[_Factor, _Factor] = (0.1, 2.0)
-    """Smallest and largest factor."""
+    """Smallest and largest factor of the image size."""
 
     @model_validator(mode="after")
     def _check_range(self) -> "ScaleJitterConfig":
@@ -80,7 +80,7 @@ class ColorJitterConfig(TransformConfig):
     saturation: float = Field(0.0, ge=0, le=10)
     """Largest deviation of the random saturation factor from 1."""
     hue: float = Field(0.0, ge=0, le=0.5)
-    """Largest change, as a share of the colour circle."""
+    """Largest change of the hue, as a share of the colour circle."""
 
 
 class SimpleCopyPasteConfig(TransformConfig):

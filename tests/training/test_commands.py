@@ -53,7 +53,7 @@ def test_a_schedule_that_ends_before_its_first_step_is_a_warning(tmp_path: Path)
     assert "520" in output
     assert "steps" not in CliRunner().invoke(train, common).output
     scaled = [*common, "solver.epochs=2", "solver.steps=[8]"]
-    assert "solver.epochs=2 scales them" in CliRunner().invoke(train, scaled).output
+    assert "this run, which solver.epochs=2 sets" in CliRunner().invoke(train, scaled).output
 
 
 def test_options_may_precede_finetune() -> None:

@@ -119,7 +119,7 @@ def write_metrics(folder: Path, metrics: dict[str, float]) -> None:
 def _with_ids(
     results: list[dict[str, Any]], ids: Mapping[str, Mapping[Any, Any]]
 ) -> list[dict[str, Any]]:
-    """Replace ids in COCO results. `ids` maps old to new ids, by key of the results."""
+    """Replace ids in COCO results. `ids` maps old to new ids for each key, such as `image_id`."""
     used = {key: new for key, new in ids.items() if new}
     if not used:  # the common case
         return results

@@ -57,7 +57,7 @@ class ExpectationError(Exception):
 
 
 class Validation:
-    """Evaluation of models on the validation set `data.val`, the attribute `dataset`."""
+    """Evaluation of models on the attribute `dataset`, the validation set `data.val`."""
 
     def __init__(self, config: TrainConfig, categories: Sequence[Category], worker: Worker) -> None:
         """Read the annotations of the validation set.
@@ -95,8 +95,8 @@ class Validation:
             model: Model to evaluate. It is not changed.
             progress: Progress bars from `terminal_progress`.
             report: HTML file for a report. None: write no report.
-            iteration: Number of iterations that the model was trained for. 0: unknown. The PNG file
-                that shows detections is named after this number.
+            iteration: Number of completed training iterations. 0: unknown. The PNG file that shows
+                detections is named after this number.
 
         Returns:
             Metrics by name, the same on all ranks. The dictionary is empty if
@@ -141,7 +141,7 @@ class Validation:
 
         Args:
             model: Model to evaluate. It is not changed.
-            iteration: Number of iterations that the model was trained for. 0: unknown.
+            iteration: Number of completed training iterations. 0: unknown.
 
         Raises:
             GpuMemoryError: A batch needs more memory than the GPU has.

@@ -32,8 +32,8 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
 
     Training starts from weights trained on COCO. To start from other weights, set weights=PATH or
     the name of a published model, as in weights=detectron2:mask_rcnn_R_50_FPN_3x. weights=null
-    means random weights. Schedule, learning rate, batch and input size are fitted to the data and
-    the machine. KEY=VALUE overrides a key, and the other keys are fitted to it.
+    means random weights. Schedule, learning rate, batch size and input size are fitted to the data
+    and the machine. KEY=VALUE overrides a key, and the other keys are fitted to it.
     """
     if dry_run and resume:
         raise click.UsageError("--dry-run cannot be combined with --resume; omit one of them")
@@ -82,7 +82,7 @@ def finetune(data: Path, overrides: tuple[str, ...], dry_run: bool, resume: bool
 
 
 def _check_plan(prepared: "Finetuning", rank: "Worker") -> None:
-    """Make the checks that a training makes at its start, before annotations are written.
+    """Check the configuration as a training does at its start, but before annotations are written.
 
     Raises:
         ConfigError: The configuration does not fit the data or the machine, or a tracker is not

@@ -15,11 +15,11 @@ from ..config_sources import CONFIG_FILE
 def given_values(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Validate overrides of `TrainConfig`. Return only the overridden values, by dotted key.
 
-    A value that contradicts the default of another key is accepted, because that key can be fitted
-    to the value.
+    A value that contradicts the default of another key is accepted, because the other key can be
+    fitted to the value.
 
     Args:
-        path: Path of the data set, a placeholder for the required paths in `data.train`.
+        path: Path of the data set, used as the required paths in `data.train`.
         overrides: Overrides of the form `key.path=value`.
 
     Raises:

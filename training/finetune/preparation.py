@@ -136,7 +136,7 @@ def prepare_finetuning(
     Every rank must call this function. All ranks get the same configuration.
 
     Annotations that must be converted to COCO format, or divided into training and validation, get
-    files in the folder `output/data`. They do not exist before `splits.write` of the result.
+    files in the folder `output/data`. `splits.write` of the result writes these files.
 
     Args:
         path: Folder of a data set, YAML file of a YOLO data set, or COCO annotation file.
@@ -194,9 +194,9 @@ def prepare_finetuning(
 def resumed_data(path: Path, config: TrainConfig) -> DataConfig:
     """Check that a run was trained on the data set at `path`, and return the run's section `data`.
 
-    If an image folder in this section no longer exists, its path and that of the annotations are
-    replaced by the current ones. This happens if the data set was moved, or if the paths are
-    relative to another working directory.
+    If the data set was moved, or the paths in this section are relative to another working
+    directory, the image folders do not exist. Their paths and those of the annotations are then
+    replaced by the current ones.
 
     Args:
         path: Path of the data set.

@@ -69,11 +69,11 @@ def index_images(
         elif key in valid:
             faults["images: duplicate id"].append(name)
         elif name in found.ambiguous:
-            faults["images: file missing, and several files or entries have its name"].append(name)
+            faults[
+                "images: file not at its listed path, and several files or entries have its name"
+            ].append(name)
         elif name in found.other_case:
-            faults["images: file missing, but one differs only in upper and lower case"].append(
-                name
-            )
+            faults["images: file missing, but another file name differs only in case"].append(name)
         elif (path := found.paths.get(name)) is None:
             faults["images: file missing"].append(name)
         elif (size := _size_of(entry, path)) is None:

@@ -59,8 +59,7 @@ def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
     """Return the path of an image file that a COCO file names. None: the image file is missing.
 
     `name` is the path in the COCO file, relative to `folder`. `present` contains the names of all
-    files and folders directly in `folder`. A file with such a name is found without access to the
-    disk.
+    files and folders directly in `folder`. If `name` is among them, the disk is not accessed.
     """
     # Programs on Windows write backslashes, so try the name with slashes too.
     for candidate in (name, name.replace("\\", "/")):

@@ -124,15 +124,15 @@ def write_splits(
 ) -> dict[str, WrittenSplit]:
     """Write each split to `<split>.json`. Replace existing files only when all files are complete.
 
-    An error or a signal therefore leaves no mix of old and new files, in which training and
-    validation images might overlap. Only an interruption between the final renames can leave one.
-    Files of other splits must not list images of the new splits.
+    If an error or a signal ends the function earlier, existing files are unchanged. Only between
+    the final renames can it leave a mix of old and new files, in which training and validation
+    images might overlap. Files of other splits must not list images of the new splits.
 
     Args:
         folder: Output folder. It is created if it does not exist.
         contents: By name of the split, a function that returns the content of the COCO file.
         overwrite: Replace existing files.
-        sources: Files from which `contents` reads. They may list the same images.
+        sources: Files from which `contents` reads. They may list images of the new splits.
 
     Returns:
         Path and counts of the written file, by name of the split.
@@ -156,8 +156,8 @@ def write_splits(
         for path in _other_splits(folder, {*paths.values(), *sources}):
             if not images.isdisjoint(_images_listed_in(path)):
                 raise DataError(
-                    f"{path} has some of the same images; if it is from an earlier conversion or "
-                    "division, delete it, otherwise choose another folder"
+                    f"{path} lists some of the images of the new files; if an earlier conversion "
+                    "or division wrote this file, delete it; otherwise, choose another folder"
                 )
     return written
 

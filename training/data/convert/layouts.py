@@ -129,8 +129,8 @@ def recognize_layout(path: Path) -> DataLayout:
 def find_validation_split(path: Path) -> LayoutSplit:
     """Return the validation split of a data set folder, or of a YAML file of YOLO.
 
-    This is `val`, else the only split with `val` in its name, else the only split. The case of the
-    names is ignored.
+    The validation split is `val`. If `val` is missing, it is the only split with `val` in its name.
+    If no name contains `val`, it is the only split. The case of the names is ignored.
 
     Raises:
         DataError: The layout is unknown, the data set is incomplete, or the choice is not unique.

@@ -185,7 +185,7 @@ def _names_in(text: str) -> list[str]:
     Blanks before unquoted names are removed. Blanks in quotes and after names are kept.
 
     Raises:
-        click.BadParameter: The list contains a line break.
+        click.BadParameter: The list contains a line break outside double quotes.
     """
     try:
         (names,) = csv.reader([text], skipinitialspace=True)

@@ -78,7 +78,7 @@ def repeated_classes(content: Content) -> dict[str, list[int | str | None]]:
 
 
 class Merged(NamedTuple):
-    """Merged data sets."""
+    """Result of `merge_contents`: the merged data set, its image folder, and missing images."""
 
     # Deepest folder that contains all image folders. File names in `source` are relative to it.
     root: Path

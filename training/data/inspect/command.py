@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 @click.option(
     "--augmented",
     metavar="CONFIG",
-    help="Also draw training images, resized and augmented by this preset or YAML file, into the "
-    "file NAME-augmented.png beside NAME.png, the file of -o.",
+    help="Also draw training images, resized and augmented as this preset or YAML file says. With "
+    "-o NAME.png, they are written to NAME-augmented.png.",
 )
 @click.option(
     "--samples",

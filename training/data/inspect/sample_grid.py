@@ -119,7 +119,7 @@ def compared_samples(
 
 @contextmanager
 def class_name_fonts() -> Iterator[None]:
-    """Context manager in which matplotlib draws texts with suitable installed fonts.
+    """Context manager in which matplotlib also uses the fonts in `_FONTS` that are installed.
 
     A character that no font has becomes a box, without a warning. Not thread-safe.
     """

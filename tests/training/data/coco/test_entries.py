@@ -53,7 +53,7 @@ def test_ids_may_be_strings(tmp_path: Path) -> None:
     [
         ({"file_name": "none.jpg"}, "file missing"),
         ({"file_name": "x" * 5000}, "file missing"),
-        ({"file_name": "gone/2.PNG"}, "file missing, but one differs only in upper and lower case"),
+        ({"file_name": "gone/2.PNG"}, "file missing, but another file name differs only in case"),
         ({"id": None}, "no id or no file name"),
         ({"height": 100_000, "width": 100_000}, "more than 64000000 pixels"),
         ({"id": 8}, "duplicate id"),
