@@ -68,14 +68,14 @@ class EarlyStopping:
 def restored_evaluation(
     config: TrainConfig, last: Checkpoint | None
 ) -> tuple[EarlyStopping, dict[str, float]]:
-    """Return the early-stopping state and the metrics of the checkpoint that a run resumes from.
+    """Return the early-stopping state and the metrics with which a run starts or resumes.
 
     For a new run, the state is new and the metrics are empty. The same holds if the checkpoint was
     evaluated on another validation set than `config.data.val`.
 
     Args:
         config: Configuration of the run.
-        last: The checkpoint. None: the run is new.
+        last: Checkpoint from which the run resumes. None: the run is new.
     """
     state: Mapping[str, Any] = last.training_state if last else {}
     metrics = last.metrics if last else {}

@@ -27,8 +27,8 @@ def launch_processes(device: Device, processes: int | None) -> None:
     """Run the current command in the configured number of training processes, and then exit.
 
     The exit code is 0, or that of the process that failed first. If the configured number is 1, or
-    if this process is already a training process, return without starting processes. A training
-    process then receives SIGTERM when the process that started it ends.
+    if this process is already a training process, return without starting processes. A process
+    that this function has started receives SIGTERM when its parent process ends.
 
     Args:
         device: Key `device` of the configuration.

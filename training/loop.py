@@ -147,8 +147,8 @@ class TrainingLoop:
         """Evaluate and save the model, each if it is due. Return whether training ends.
 
         A checkpoint is written with each evaluation, every `checkpoint_period` iterations, and at
-        the end of training. If no evaluation is due, but `Validation.drawing_is_due` is True, only
-        a PNG file that shows detections on validation images is written.
+        the end of training. If no evaluation is due, but `Validation.drawing_is_due` is True, a PNG
+        file that shows detections on validation images is written.
         """
         trainer, config = self._trainer, self._config
         final = trainer.iteration >= config.solver.max_iterations

@@ -87,7 +87,7 @@ def check_resumable(checkpoint: Checkpoint, now: dict[str, Any], name: str) -> N
     All other keys may change. Changes are logged, except those of `output_dir`.
 
     Args:
-        checkpoint: Checkpoint to resume from.
+        checkpoint: Checkpoint from which the run resumes.
         now: Result of `run_identity` for the current configuration and data.
         name: Path of the training annotations, for messages.
 

@@ -99,6 +99,7 @@ def evaluate_checkpoint(
         ConfigError: The configuration is invalid. There is no validation set, or it has categories
             that the checkpoint lacks. Or `output_dir` or `report` cannot be created or written.
         DataError: The validation set is unreadable.
+        GpuMemoryError: A batch needs more memory than the GPU has.
         RankLostError: Another rank ended, or did not answer for 30 minutes.
     """
     loaded = load_checkpoint(Path(checkpoint))

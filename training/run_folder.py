@@ -22,7 +22,7 @@ BEST_CHECKPOINT = "model_best.pth"
 class RunFolder:
     """Folder with checkpoints `model_0002500.pth`, ..., `model_final.pth` and `model_best.pth`.
 
-    The text file `last_checkpoint` contains the name of the checkpoint to resume from.
+    The text file `last_checkpoint` contains the name of the checkpoint from which a run resumes.
     `model_best.pth` is a copy of the checkpoint with the best evaluation result. It is kept when
     numbered checkpoints are removed.
     """

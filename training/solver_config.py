@@ -20,9 +20,9 @@ class SolverConfig(YamlConfig):
     accumulate: int = Field(1, ge=1, le=MAX_BATCH)
     """Forward and backward passes per optimiser step. More passes need less memory."""
     scale_from_batch: int | None = Field(None, ge=1, le=MAX_BATCH)
-    """Number of images per step that `base_lr`, `max_iterations`, `steps` and `warmup_iterations`
-    are meant for. On loading, these four keys are scaled linearly to `images_per_batch` (Goyal et
-    al., 2017), and this key is set to None. None: no scaling."""
+    """Number of images per step for which `base_lr`, `max_iterations`, `steps` and
+    `warmup_iterations` are meant. On loading, these four keys are scaled linearly to
+    `images_per_batch` (Goyal et al., 2017), and this key is set to None. None: no scaling."""
     base_lr: float = Field(0.02, gt=0)
     """Learning rate after warm-up."""
     bias_lr_factor: float = Field(1.0, gt=0)

@@ -43,7 +43,7 @@ def check_precision(config: TrainConfig, device: torch.device) -> None:
     """Check that a device supports `config.precision`.
 
     Raises:
-        ConfigError: the precision is fp16, and the device is a CPU.
+        ConfigError: The precision is fp16, and the device is a CPU.
     """
     if config.precision == "fp16" and device.type == "cpu":
         raise ConfigError("precision=fp16 needs a GPU; use precision=bf16 or fp32 on a CPU")

@@ -31,7 +31,7 @@ def image_detections_from(
 
     Args:
         detections: Output of the model.
-        batch: Batch that the model was called with.
+        batch: Input of the model.
         paste: Rule for resampling masks to the original images.
 
     Returns:

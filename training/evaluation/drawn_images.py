@@ -1,4 +1,4 @@
-"""Write images that show ground truth and detections on the same validation images over a run."""
+"""Write PNG files that show ground truth and detections of the same images during a run."""
 
 import copy
 from collections.abc import Iterable, Mapping

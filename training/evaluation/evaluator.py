@@ -155,7 +155,7 @@ def evaluate_model(
     Args:
         model: Model to evaluate. Its training or evaluation mode is restored afterwards.
         batches: Batches of this rank.
-        evaluator: Evaluator to add the detections to.
+        evaluator: Evaluator that collects the detections.
         device: Device of the model.
         autocast: Data type for autocast. None: no autocast.
     """

@@ -78,8 +78,8 @@ The best threshold of a class is the minimum score that gives the highest F1.</p
 <h2>Precision and recall</h2>
 {_image(_curves_figure(drawn_names, curves), "Precision-recall curves")}
 <h2>Confusion matrix</h2>
-<p>Detections above the best threshold of their class. Rows: classes of objects; columns: classes of
-detections.</p>
+<p>Detections with a score of at least the best threshold of their class. Rows: classes of objects;
+columns: classes of detections.</p>
 {_image(_confusion_figure(drawn_names, confusion), "Confusion matrix")}
 <h2>Images with the most errors</h2>
 {worst_image or "<p>No image has an error.</p>"}

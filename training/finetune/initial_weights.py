@@ -17,7 +17,7 @@ _MIN_SIZE, _MAX_SIZE = 800, 1333
 
 
 def initial_checkpoint(reference: str | None) -> Checkpoint:
-    """Return the model and preprocessing that a fine-tuning starts from.
+    """Return the model and preprocessing from which a fine-tuning starts.
 
     The result depends on `reference`:
 

@@ -131,7 +131,7 @@ def class_name_fonts() -> Iterator[None]:
 
 
 def is_sample_grid(path: Path) -> bool:
-    """Return whether `draw_samples` wrote a file."""
+    """Return whether `draw_samples` wrote the file at `path`."""
     try:
         with warnings.catch_warnings(action="ignore"), Image.open(path) as image:
             return image.info.get("Software") == _METADATA["Software"]

@@ -58,7 +58,7 @@ class Augmentation:
         )
 
     def min_size(self, min_size: int) -> int:
-        """Return the shorter side in pixels to resize an image to.
+        """Return the shorter side of the resized image in pixels.
 
         If the transform `RandomShortestSize` applies (with its probability `p`), return a random
         one of its sizes. Otherwise, return the argument `min_size`.
@@ -69,7 +69,7 @@ class Augmentation:
         return min_size
 
     def input_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the height and width in pixels to resize an image to.
+        """Return the height and width of the resized image in pixels.
 
         If the transform `ScaleJitter` applies (with its probability `p`), return `size` times a
         random factor. Otherwise, return `size`.

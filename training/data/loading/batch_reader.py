@@ -31,7 +31,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
     each by the next image of the same shape bucket (input size).
 
     Attributes:
-        records: Images that `BatchPlan.indices` refers to.
+        records: Images; `BatchPlan.indices` has indices into this sequence.
         buckets: Index of each image's shape bucket in `data.buckets`.
         repeat_factors: Average number of times that an epoch shows each image.
     """
