@@ -54,8 +54,8 @@ def write_detections(
 
     Each file is replaced atomically. Metrics of an earlier evaluation (`coco_results.pth`) are
     removed. The JSON files contain `results`: the same detections in COCO's results format, from
-    `coco_results_from`. The ids of images and categories are written as in the annotation file of
-    `dataset`, strings as strings. `predictions.pth` is a list with one dictionary per image:
+    `coco_results_from`. The ids of images and categories are those in the annotation file of
+    `dataset`, also if they are strings. `predictions.pth` is a list with one dictionary per image:
 
         image_id: Id of the image in the annotation file.
         boxes: [D, 4] float32 xyxy in pixels of the original image.
@@ -89,7 +89,7 @@ def write_detections(
 
 
 def read_mask_results(folder: Path, dataset: CocoDataset) -> list[dict[str, Any]]:
-    """Read `segm.json` in a folder that `write_detections` wrote, with the ids of `dataset`."""
+    """Read the `segm.json` that `write_detections` wrote. Convert its ids to those of `dataset`."""
     integers = {
         key: {text: id_ for id_, text in ids.items()} for key, ids in dataset.string_ids.items()
     }

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Size(NamedTuple):
-    """Object size of COCO metrics: areas in square pixels."""
+    """Range of object sizes in COCO metrics, as areas in square pixels."""
 
     minimum: float
     maximum: float

@@ -34,7 +34,7 @@ def check_categories(dataset: CocoDataset, known: Sequence[Category]) -> None:
 
 
 def with_ids_of(dataset: CocoDataset, known: Sequence[Category]) -> tuple[Category, ...]:
-    """Return a model's classes, with their ids replaced by those of the same classes in a data set.
+    """Return a model's classes, with the category ids of a data set.
 
     Data sets can have different ids for a class: YOLO counts from 0, CVAT from 1. Classes and
     categories are matched by name. If the ids of all categories are those of the model, no id

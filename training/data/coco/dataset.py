@@ -37,7 +37,7 @@ class DataError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SourceContent:
-    """Content of a COCO file, and names of entries that its conversion or editing left out."""
+    """Content of a COCO file, and names of the entries that conversion or editing left out."""
 
     content: dict[str, Any]
     # Names of the left-out entries in the original files, by reason.

@@ -77,7 +77,7 @@ def index_images(
         elif (path := found.paths.get(name)) is None:
             faults["images: file missing"].append(name)
         elif (size := _size_of(entry, path)) is None:
-            faults["images: no height and width, neither in the list nor in the file"].append(name)
+            faults["images: no height and width, neither in the entry nor in the file"].append(name)
         elif math.prod(size) > MAX_PIXELS:
             faults[f"images: more than {MAX_PIXELS} pixels"].append(name)
         else:

@@ -124,8 +124,8 @@ def write_splits(
 ) -> dict[str, WrittenSplit]:
     """Write each split to `<split>.json`. Replace existing files only when all files are complete.
 
-    If an error or a signal ends the function earlier, existing files are unchanged. Only between
-    the final renames can it leave a mix of old and new files, in which training and validation
+    If an error or a signal comes before the final renames, existing files are unchanged. If it
+    comes between the renames, a mix of old and new files remains, in which training and validation
     images might overlap. Files of other splits must not list images of the new splits.
 
     Args:

@@ -119,7 +119,7 @@ def compared_samples(
 
 @contextmanager
 def class_name_fonts() -> Iterator[None]:
-    """Context manager in which matplotlib also uses the fonts in `_FONTS` that are installed.
+    """Context manager that lets matplotlib use installed fonts for characters its own font lacks.
 
     A character that no font has becomes a box, without a warning. Not thread-safe.
     """

@@ -111,7 +111,7 @@ class BatchReader(Dataset["Batch | EncodedBatch | DataError"]):
         )
 
     def _candidates(self, index: int) -> Iterator[int]:
-        """Yield `index` and, in training, the indices of images that can replace this image."""
+        """Yield `index` and, in training, the indices of images that can replace image `index`."""
         yield index
         if self._training:
             for other in chain(range(index + 1, len(self.records)), range(index)):

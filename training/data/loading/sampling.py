@@ -66,7 +66,7 @@ class GlobalBatches:
         self._epoch = lru_cache(maxsize=1)(self._shuffled_epoch)
 
     def __getitem__(self, iteration: int) -> BatchPlan:
-        """Return the plan of an iteration's global batch. Iterations are counted from 0."""
+        """Return the `BatchPlan` of an iteration's global batch. Iterations are counted from 0."""
         epoch, number = divmod(iteration, self.batches_per_epoch)
         indices = self._epoch(epoch)[number]
         return BatchPlan(int(self._buckets[indices[0]]), tuple(indices.tolist()), iteration)
