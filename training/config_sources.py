@@ -119,7 +119,7 @@ def _read(source: str, path: Path) -> Values:
 def _overlay(base: Values, values: Values) -> Values:
     """Return a copy of `base` updated with `values`.
 
-    Nested mappings are merged recursively, but an empty mapping in `values` replaces the base's.
+    Nested mappings are merged recursively. An empty mapping in `values` replaces that of `base`.
     """
     merged = base | values
     for key, value in values.items():

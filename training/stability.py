@@ -24,12 +24,12 @@ class Stability(NamedTuple):
 
     @property
     def mean(self) -> dict[str, float]:
-        """Mean of each metric over all runs. Metrics that a run lacks are left out."""
+        """Mean of each metric over all runs. Metrics that any run lacks are left out."""
         return {name: statistics.fmean(values) for name, values in self._values().items()}
 
     @property
     def deviation(self) -> dict[str, float]:
-        """Sample standard deviation of each metric. Metrics that a run lacks are left out."""
+        """Sample standard deviation of each metric. Metrics that any run lacks are left out."""
         return {name: statistics.stdev(values) for name, values in self._values().items()}
 
     def _values(self) -> dict[str, list[float]]:

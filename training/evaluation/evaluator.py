@@ -224,7 +224,7 @@ def _evaluating(model: MaskRCNN) -> Iterator[None]:
 
 
 def _errors_of(write: Callable[..., None], *arguments: object) -> list[OSError]:
-    """Call a function that writes files. Return its OSError, if it raises one, in a list."""
+    """Call a function that writes files. Return a list with its `OSError`, or an empty list."""
     try:
         write(*arguments)
     except OSError as error:
