@@ -151,11 +151,11 @@ def _held_out(name: str, split: LayoutSplit, folder: Path) -> ChosenSplits:
         for part, content in parts_to_write.items()
     }
     configs = [DatasetConfig(images=split.images, annotations=path) for path in converted]
-    held_out = f"in the split {name}, {counts[1]} of {sum(counts)} images are held out"
+    description = f"in the split {name}, {counts[1]} of {sum(counts)} images are held out"
     return ChosenSplits(
         train=configs[0],
         val=configs[1] if counts[1] else None,
-        description=f"no validation split; {held_out} for validation, by a hash of the file name",
+        description=f"no validation split; {description} for validation, by hash of the file name",
         faults=faults,
         converted=converted,
     )
