@@ -1,10 +1,11 @@
 """`maskrcnn::mask_targets_from_crops`: ground-truth masks resampled within RoIs.
 
-Specification of all implementations: a RoI is divided into M x M cells, and its mask is pooled by
-torchvision's RoIAlign (He et al., Mask R-CNN) with `aligned=False`. A RoI side below one pixel is
-enlarged to one pixel. Along each axis, a cell has one sample per mask pixel that it spans, rounded
-up. The argument `matched` holds the mask index of each RoI. The target is zero if the index is out
-of range, if the box is not finite, or if a cell spans 2 ** 24 pixels or more.
+Specification of all implementations: a mask covers the whole image or a crop of it, and RoIs are in
+pixels of the mask. A RoI is divided into M x M cells, and its mask is pooled by torchvision's
+RoIAlign (He et al., Mask R-CNN) with `aligned=False`. A RoI side below one pixel is enlarged to one
+pixel. Along each axis, a cell has one sample per mask pixel that it spans, rounded up. The argument
+`matched` holds the mask index of each RoI. The target is zero if the index is out of range, if the
+RoI is not finite, or if a cell spans 2 ** 24 pixels or more.
 """
 
 import torch

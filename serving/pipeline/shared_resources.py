@@ -77,11 +77,13 @@ class OpenCalls:
             QueueFullError: the server or the connection has too many open calls.
         """
         own, free = self._open[peer], self._limit - self._total - 1
-        if free < 0 or own > _CALLS_PER_FREE_CALL * free:
+        allowed = _CALLS_PER_FREE_CALL * free
+        if free < 0 or own > allowed:
+            connection = f"this connection has {own} open calls, and may have at most {allowed} now"
+            server = f"the server has {self._total} open calls, the maximum"
             raise QueueFullError(
-                f"the server accepts at most {self._limit} open calls, and a smaller share of them "
-                f"from one connection; it has {self._total}, {own} of them from this connection; "
-                "try again later, or raise the server's --queue-size"
+                f"{server if free < 0 else connection}; try again later, or raise the server's "
+                "--queue-size"
             )
         self._total += 1
         self._open[peer] += 1

@@ -178,9 +178,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         self._with_checks = lru_cache(MAX_HANDLERS)(self._checked)
 
     def stop(self) -> None:
-        """Stop waiting for request messages.
+        """End the calls whose request message has not arrived, with the error `StoppingError`.
 
-        Calls of public methods (see `is_public`) stop waiting now, all other calls after 2 s.
+        Calls of public methods (see `is_public`) are ended now, all others after 2 s.
         """
         self._public_messages.stop()
         asyncio.get_running_loop().call_later(_LAST_MESSAGES_S, self._messages.stop)

@@ -151,8 +151,8 @@ def prepare_finetuning(
     Raises:
         DataError: The layout is unknown, or the data set is unusable.
         ConfigError: An override is invalid, `output` contains a run or is a file, or another
-            process trains in it. The data set has files in `output/data`, where annotations must be
-            written, or the training set lacks a category of the validation set.
+            process trains in it. Or annotations would have to be written to `output/data`, but the
+            data set itself is there. Or the training set lacks a category of the validation set.
         CheckpointError: The initial weights cannot be read.
         ZooError: The published model that the setting `weights` names does not exist, or is not
             supported.

@@ -6,7 +6,7 @@ from ..coco.dataset import CocoDataset
 
 
 def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[str, list[str]]:
-    """Find a split's classes with probably misspelt names, and those that training would reject.
+    """Find classes with probably misspelt names, and causes for which training would fail.
 
     Args:
         dataset: Split to check.
@@ -14,8 +14,9 @@ def suspicious_classes(dataset: CocoDataset, train: CocoDataset | None) -> dict[
             split.
 
     Returns:
-        Details by description of the problem. Details are groups of similar names, the error that
-        training would raise, or the annotation file of a training split without objects.
+        Details by description of the problem: groups of similar class names; the error that
+        training would raise for the split's categories; the name of `dataset`, if it is the
+        training split and has no objects.
     """
     findings = {}
     if similar := similar_names(category.name for category in dataset.categories):
