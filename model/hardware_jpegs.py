@@ -43,7 +43,7 @@ _CHROMA_FACTORS: Final = {0: (1, 1), 1: (1, 2), 2: (2, 2), 3: (2, 1), 6: None}
 _MAX_SLOTS: Final = 8
 
 
-class _Image(ctypes.Structure):
+class _NvjpegImage(ctypes.Structure):
     """C struct `nvjpegImage_t`: address and bytes per row of each channel of a decoded image."""
 
     _fields_ = (("channel", c_void_p * _MAX_COMPONENTS), ("pitch", c_size_t * _MAX_COMPONENTS))
@@ -89,17 +89,17 @@ class _PlaneSizes(NamedTuple):
         """Number of samples in all planes of the image."""
         return self.height * self.width + 2 * self.chroma_height * self.chroma_width
 
-    def image_at(self, luma: int) -> _Image:
+    def image_at(self, luma: int) -> _NvjpegImage:
         """Return the C struct `nvjpegImage_t` of an image whose planes are contiguous in memory.
 
         `luma` is the address of the luma plane, which is the first.
         """
         if not self.chroma_height:
-            return _Image((luma, None, None, None), (self.width, 0, 0, 0))
+            return _NvjpegImage((luma, None, None, None), (self.width, 0, 0, 0))
         blue = luma + self.height * self.width
         red = blue + self.chroma_height * self.chroma_width
         columns = self.width, self.chroma_width, self.chroma_width
-        return _Image((luma, blue, red, None), (*columns, 0))
+        return _NvjpegImage((luma, blue, red, None), (*columns, 0))
 
 
 class _Slot:
@@ -223,7 +223,7 @@ class HardwareJpegDecoder:
             slot.state,
             (c_void_p * count)(*[file.data_ptr() for file in files]),
             (c_size_t * count)(*[len(file) for file in files]),
-            (_Image * count)(*map(_PlaneSizes.image_at, sizes, addresses)),
+            (_NvjpegImage * count)(*map(_PlaneSizes.image_at, sizes, addresses)),
             current_stream_handle(self._device),
         )
         if status != _SUCCESS:

@@ -29,7 +29,7 @@ _RED_OF_CR, _GREEN_OF_CB, _GREEN_OF_CR, _BLUE_OF_CB = 91881, 22554, 46802, 11613
 _HALF = 1 << 15
 
 
-class _Image(NamedTuple):
+class _PlaneLayout(NamedTuple):
     """Sizes of an image, and byte offsets of its planes (input) and of its RGB pixels (output)."""
 
     luma: int
@@ -67,7 +67,7 @@ def rgb_from_ycbcr(planes: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.cat([_converted(*_planes_of(planes, image)).flatten() for image in images])
 
 
-def _converted_by_kernel(planes: Tensor, images: Sequence[_Image]) -> Tensor:
+def _converted_by_kernel(planes: Tensor, images: Sequence[_PlaneLayout]) -> Tensor:
     last = images[-1]
     pixels = planes.new_empty(last.rgb + _CHANNELS * last.height * last.width)
     source, target = planes.data_ptr(), pixels.data_ptr()
@@ -78,7 +78,7 @@ def _converted_by_kernel(planes: Tensor, images: Sequence[_Image]) -> Tensor:
     return pixels
 
 
-def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
+def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_PlaneLayout]:
     """Check the arguments, and return the sizes and offsets of each image of the batch."""
     check_argument("planes", planes, torch.uint8, (-1,))
     if not sizes or len(sizes) % _SIDES:
@@ -103,7 +103,7 @@ def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
                 "image's side, or half of it rounded up"
             )
         chroma = source + height * width
-        images.append(_Image(source, chroma, target, *sides))
+        images.append(_PlaneLayout(source, chroma, target, *sides))
         source = chroma + 2 * chroma_height * chroma_width
         target += _CHANNELS * height * width
     if source != len(planes):
@@ -114,7 +114,7 @@ def _checked_images(planes: Tensor, sizes: Sequence[int]) -> list[_Image]:
     return images
 
 
-def _planes_of(planes: Tensor, image: _Image) -> tuple[Tensor, Tensor]:
+def _planes_of(planes: Tensor, image: _PlaneLayout) -> tuple[Tensor, Tensor]:
     """Return the luma plane [h, w] and the chroma planes [2, ch, cw] of one image of a batch.
 
     `planes` [bytes] uint8 has the planes of the whole batch. `image` has the offsets of the image.

@@ -190,7 +190,7 @@ class _ImageHistograms(NamedTuple):
     batch_size: Histogram
 
 
-class _Image(NamedTuple):
+class _CountedImage(NamedTuple):
     """Image whose durations are not in the histograms yet."""
 
     model: str
@@ -243,7 +243,7 @@ class Metrics:
         self._children: dict[tuple[str, str], _ImageHistograms] = {}
         # Observing many images at once takes a fraction of the time that it takes between other
         # work, when its code and data are no longer in the CPU's caches.
-        self._unobserved = deque[_Image]()
+        self._unobserved = deque[_CountedImage]()
 
     def count_image(self, model: str, precision: str, timing: Timing, elapsed_s: float) -> None:
         """Count an image that was processed successfully.
@@ -254,7 +254,7 @@ class Metrics:
             timing: Durations of the image's stages.
             elapsed_s: Seconds from the image's arrival to its detections.
         """
-        self._unobserved.append(_Image(model, precision, timing, elapsed_s))
+        self._unobserved.append(_CountedImage(model, precision, timing, elapsed_s))
         if len(self._unobserved) >= _MAX_UNOBSERVED:
             self._observe_images()
 
@@ -264,7 +264,7 @@ class Metrics:
             while True:
                 self._observe(self._unobserved.popleft())
 
-    def _observe(self, image: _Image) -> None:
+    def _observe(self, image: _CountedImage) -> None:
         key, timing = (image.model, image.precision), image.timing
         if key not in self._children:
             self._children[key] = _ImageHistograms(*(h.labels(*key) for h in self._histograms))
