@@ -73,27 +73,29 @@ def check_precisions(
     """
     if "bf16" in precisions and not (with_programs or with_engines):
         raise BundleError(
-            "ONNX Runtime does not compute in bf16; add --engine torch, tensorrt or tensorrt-rtx"
+            "ONNX Runtime does not compute in bf16; add --engine torch, tensorrt or tensorrt-rtx "
+            "(in Python, with_programs=True or builders)"
         )
     if "fp8" in precisions and not with_engines:
         raise BundleError(
-            "neither ONNX Runtime nor torch computes in fp8; add --engine tensorrt or tensorrt-rtx"
+            "neither ONNX Runtime nor torch computes in fp8; add --engine tensorrt or tensorrt-rtx "
+            "(in Python, builders)"
         )
     for precision in QUANTIZED_PRECISIONS:
         if precision in precisions and not is_calibrated:
             raise BundleError(
                 f"{precision} needs calibration images to measure the value ranges of "
-                "tensors; run maskrcnn export with --calibration IMAGES"
+                "tensors; run maskrcnn export with --calibration IMAGES (in Python, calibration)"
             )
     if with_programs and set(precisions) <= set(MISSING_PRECISIONS["torch"]):
         raise BundleError(
-            f"torch does not compute in {' and '.join(precisions)}; leave out --engine torch, or "
-            "add --precision fp32"
+            f"torch does not compute in {' and '.join(precisions)}; leave out --engine torch (in "
+            "Python, with_programs), or add the precision fp32"
         )
     if is_calibrated and not set(precisions) & set(QUANTIZED_PRECISIONS):
         raise BundleError(
-            f"the precisions {', '.join(precisions)} need no calibration; leave out --calibration, "
-            f"or add --precision {' or '.join(QUANTIZED_PRECISIONS)}"
+            f"the precisions {', '.join(precisions)} need no calibration; leave out the "
+            f"calibration images, or add the precision {' or '.join(QUANTIZED_PRECISIONS)}"
         )
 
 
@@ -109,7 +111,7 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
         if not bucket.is_multiple_of_step:
             raise BundleError(
                 f"the input size {bucket} must be a multiple of {BUCKET_STEP} pixels on both "
-                "sides; choose another --shape"
+                "sides; choose another --shape (in Python, buckets)"
             )
         # By default, the server rejects images with more than MAX_PIXELS pixels. The largest
         # feature map has 16 values per image pixel. At this limit, the map of one image therefore
@@ -117,12 +119,13 @@ def check_buckets(buckets: Sequence[ShapeBucket], preprocessing: Preprocessing) 
         if bucket.height * bucket.width > MAX_PIXELS:
             raise BundleError(
                 f"the input size {bucket} has more than {MAX_PIXELS} pixels; choose a smaller "
-                "--shape"
+                "--shape (in Python, buckets)"
             )
         if not preprocessing.fits(bucket):
             raise BundleError(
                 f"the input size {bucket} is too small: images are resized to a shorter side of "
-                f"{shorter} pixels or a longer side of {longer} pixels; choose a larger --shape"
+                f"{shorter} pixels or a longer side of {longer} pixels; choose a larger --shape "
+                "(in Python, buckets)"
             )
 
 
@@ -139,7 +142,7 @@ def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) 
     if needs_floats and input_dtype == "uint8":
         raise BundleError(
             "inputs of type uint8 would round pixels to integers, but the resize rule "
-            f"{preprocessing.resize} keeps fractions; omit --input-dtype, or convert the weights "
+            f"{preprocessing.resize} keeps fractions; omit the input type, or convert the weights "
             "to a checkpoint with the rule pillow, which rounds pixels (`maskrcnn weights convert` "
             "with preprocessing.resize=pillow)"
         )

@@ -87,6 +87,10 @@ class RefusedError(ClientError):
         super().__init__(message)
         self.code = code
 
+    def __reduce__(self) -> tuple[type["RefusedError"], tuple["grpc.StatusCode", str]]:
+        """Pickle the error. An exception's default passes only the message to the constructor."""
+        return RefusedError, (self.code, str(self))
+
 
 class AccessError(ClientError):
     """The server rejected the client as unauthenticated or not authorized."""

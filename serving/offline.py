@@ -4,7 +4,7 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import tee
 from pathlib import Path
@@ -144,13 +144,13 @@ class Detector:
             BackendError: The detector is closed, memory runs out, or the backend fails.
             BundleError: The model's outputs contradict the bundle's manifest.
         """
-        self._check_open()
-        check_options(options)
-        check_count("max_pixels", max_pixels)
-        preprocessing, buckets = self.manifest.preprocessing, self._backend.buckets
-        source = _read_source(image, max_pixels)
-        plan = plan_image(source, preprocessing, buckets, max_pixels=max_pixels)
-        return self._steps.detect(ImageRequest(plan, options))
+        with self._while_open():
+            check_options(options)
+            check_count("max_pixels", max_pixels)
+            preprocessing, buckets = self.manifest.preprocessing, self._backend.buckets
+            source = _read_source(image, max_pixels)
+            plan = plan_image(source, preprocessing, buckets, max_pixels=max_pixels)
+            return self._steps.detect(ImageRequest(plan, options))
 
     def detect_many(
         self, images: Iterable[ImageSource | str], options: DetectionOptions = DEFAULT_OPTIONS
@@ -175,21 +175,39 @@ class Detector:
         self._check_open()
         check_images(images)
         check_options(options)
+        # On a CPU, larger batches are not faster and need more memory.
+        max_batch = 1 if self._backend.device == "cpu" else self._max_batch
 
         def sources() -> Iterator[ImageSource | str]:
             for image in images:
                 self._check_open()  # `close` may be called during the iteration
                 yield image
 
-        # On a CPU, larger batches are not faster and need more memory.
-        max_batch = 1 if self._backend.device == "cpu" else self._max_batch
-        return detect_many(sources(), self._backend, self.manifest, options, max_batch=max_batch)
+        def outcomes() -> Generator[Outcome, None, None]:
+            backend, manifest = self._backend, self.manifest
+            with self._while_open():
+                yield from detect_many(sources(), backend, manifest, options, max_batch=max_batch)
+
+        return outcomes()
 
     def close(self) -> None:
         """Release the model. Later detections raise BackendError."""
         if not self._closed:
             self._closed = True
             self._backend.close()
+
+    @contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """Context manager: if the detector is closed, before or in the block, raise BackendError.
+
+        If the block succeeds although the detector is closed meanwhile, raise no error.
+        """
+        self._check_open()
+        try:
+            yield
+        except Exception:
+            self._check_open()  # the backend fails in other ways without its model
+            raise
 
     def _check_open(self) -> None:
         if self._closed:

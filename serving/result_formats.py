@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from pydantic_core import to_json
 
+from ..model.bundle.spec import MAX_PIXELS
 from ..model.image_decoding import decode_image
+from ..model.image_limits import ImageError
 from ..model.masks import coco_from_rle, mask_columns, mask_from_rle, run_ends
 from .detections import Detections
 
@@ -148,10 +150,11 @@ def annotated_png(data: bytes, detections: Detections) -> bytes:
         detections: Detections of that image. Masks are drawn only if they are in RLE.
 
     Raises:
-        ImageError: `data` is invalid, or the image has more pixels than `detections.height` x
-            `detections.width`.
+        ImageError: `data` is invalid, or the image has another size than that of `detections`.
     """
-    image = decode_image(data, max_pixels=detections.height * detections.width)
+    # The image can exceed MAX_PIXELS, because a server can allow more.
+    pixels = max(MAX_PIXELS, detections.height * detections.width)
+    image = decode_image(data, max_pixels=pixels)
     _draw_masks(image, detections)
     canvas = Image.fromarray(image)
     del image  # frees memory for encoding
@@ -171,6 +174,9 @@ def draw_detections(image: NDArray[np.uint8], detections: Detections) -> NDArray
 
     Returns:
         New array [H, W, 3] uint8 RGB.
+
+    Raises:
+        ImageError: The image has another size than that of `detections`.
     """
     pixels = image.copy()
     _draw_masks(pixels, detections)
@@ -181,13 +187,18 @@ def draw_detections(image: NDArray[np.uint8], detections: Detections) -> NDArray
 
 
 def _draw_masks(image: NDArray[np.uint8], detections: Detections) -> None:
-    """Draw masks onto an image [H, W, 3] in place."""
+    """Draw masks onto an image [H, W, 3] in place. Raise ImageError if it has another size."""
+    height, width, _ = image.shape
+    if (height, width) != (detections.height, detections.width):
+        raise ImageError(
+            f"the image has {height}x{width} pixels (height x width), but the detections belong to "
+            f"an image of {detections.height}x{detections.width}; give that image"
+        )
     colours = _colours_of(detections)
     masks = [
         (np.array(colour, np.float32), run_ends(rle))
         for colour, rle in zip(colours, detections.rles or (), strict=False)
     ]
-    height, width, _ = image.shape
     columns = max(1, _STRIP_PIXELS // height)
     for start in range(0, width if masks else 0, columns):
         stop = min(start + columns, width)

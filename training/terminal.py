@@ -76,7 +76,9 @@ def _package_logger() -> logging.Logger:
 def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progress]:
     """Show the package's log records and progress bars on standard error in a `with` block.
 
-    Rank 0 logs INFO and above, the other ranks WARNING and above.
+    Rank 0 logs INFO and above, the other ranks WARNING and above, unless the program has set the
+    level of the package's logger. If a handler of the program already prints the records, they are
+    not printed again.
 
     Args:
         worker: Rank of this process.
@@ -91,12 +93,18 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
         # Print plain log lines. Rich would put each line into an HTML element of its own, and
         # notebooks cannot redraw its progress bars.
         console = _Console(stderr=True, force_jupyter=False, force_terminal=False)
-    handlers: list[logging.Handler] = [_ConsoleHandler(console)]
+    package = _package_logger()
+    handlers: list[logging.Handler] = []
+    printing = (sys.stdout, sys.stderr)
+    others = (*package.handlers, *logging.getLogger().handlers)
+    if not any(getattr(handler, "stream", None) in printing for handler in others):
+        handlers.append(_ConsoleHandler(console))
     if worker.is_main and log is not None:
         # File and class names can contain bytes that are not UTF-8.
         handlers.append(_FileHandler(log, encoding="utf-8", errors="backslashreplace"))
-    package = _package_logger()
-    package.setLevel(logging.INFO if worker.is_main else logging.WARNING)
+    level = package.level
+    if level == logging.NOTSET:
+        package.setLevel(logging.INFO if worker.is_main else logging.WARNING)
     for handler in handlers:
         handler.setFormatter(_FORMAT)
         package.addHandler(handler)
@@ -112,6 +120,7 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
         ) as progress:
             yield progress
     finally:
+        package.setLevel(level)
         for handler in handlers:
             package.removeHandler(handler)
             handler.close()

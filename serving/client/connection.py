@@ -77,9 +77,14 @@ class Credentials:
 
     def __post_init__(self) -> None:
         for name in ("root_certificate", "certificate", "key"):
-            # gRPC ignores an empty certificate, and would trust other CAs.
-            if getattr(self, name) == b"":
-                raise ValueError(f"{name} is empty; give the content of a PEM file")
+            # gRPC ignores an empty certificate, and would trust other CAs. If another one is
+            # invalid, gRPC retries for seconds, and may then report an unreachable server.
+            pem = getattr(self, name)
+            if pem is not None and not (isinstance(pem, bytes) and b"-----BEGIN " in pem):
+                raise ValueError(
+                    f"{name} is not in PEM format; give the content of a PEM file as bytes, such "
+                    "as Path(FILE).read_bytes()"
+                )
         if (self.certificate is None) != (self.key is None):
             raise ValueError("a client's certificate and its key go together; give both or none")
         is_text = isinstance(self.token, str)
@@ -152,12 +157,18 @@ class Connection:
         Raises:
             ValueError: `address` is invalid, or `timeout_s`, `retries` or `keepalive_s` is out of
                 range.
+            TypeError: `credentials` has an invalid type.
             RuntimeError: The client is async, and no event loop is running.
         """
         check_address(address)
         if not has_type(timeout_s, (Real,)) or not 0 < timeout_s <= DAY_S:
             raise ValueError(
                 f"timeout_s is {timeout_s!r}; it must be a number above 0 and at most {DAY_S}"
+            )
+        if not isinstance(credentials, Credentials | None):
+            raise TypeError(
+                f"credentials is of type {type(credentials).__name__}; give Credentials, such as "
+                "Credentials(token=TOKEN)"
             )
         self._address = address
         self._timeout_s = timeout_s
@@ -306,8 +317,8 @@ def error_from_rpc(
         )
     if status in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return AccessError(
-            f"the server at {address} denied access ({details}); name the file that holds your "
-            "token with --token-file"
+            f"the server at {address} denied access ({details}); give your token with --token-file "
+            "FILE (in Python, Credentials(token=TOKEN))"
         )
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and _MESSAGE_TOO_LARGE in details:
         # Not RESOURCE_EXHAUSTED, because the same request would fail again.
@@ -335,20 +346,25 @@ def _unreachable_message(address: str, details: str) -> str:
         )
     if any(text in details for text in _CERTIFICATE_ERRORS):
         return (
-            f"the certificate of the server at {address} cannot be verified ({details}); name the "
-            "CA that signed it with --root-certificate, and use a host name from the certificate"
+            f"the certificate of the server at {address} cannot be verified ({details}); give the "
+            "CA that signed it with --root-certificate FILE (in Python, "
+            "Credentials(root_certificate=PEM)), and use a host name from the certificate"
         )
     if "WRONG_VERSION_NUMBER" in details:
-        return f"the server at {address} does not speak TLS; give --no-tls, and no certificates"
+        return (
+            f"the server at {address} does not speak TLS; give --no-tls (in Python, "
+            "Credentials(tls=False)), and no certificates"
+        )
     if "Failed to create security handshaker" in details:
         return (
-            "a certificate or key is invalid; give --root-certificate, --certificate and --key as "
-            "PEM files"
+            "a certificate or key is invalid; check the PEM files of --root-certificate, "
+            "--certificate and --key (in Python, the fields of Credentials with these names)"
         )
     if any(text in details for text in _CONNECTION_CLOSED):
         return (
-            f"the server at {address} closed the connection; it stopped, or requires TLS (--tls) "
-            "or a client certificate (--certificate)"
+            f"the server at {address} closed the connection; it stopped, or requires TLS (--tls; "
+            "in Python, Credentials()) or a client certificate (--certificate; in Python, "
+            "Credentials(certificate=PEM, key=PEM))"
         )
     if any(text in details for text in _OTHER_PROTOCOL):
         return (

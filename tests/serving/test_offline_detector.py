@@ -185,6 +185,15 @@ def test_closing_during_the_iteration_ends_it(bundle: Path, picture: Encode) -> 
             list(closed.detect_many(images()))
 
 
+def test_images_that_were_read_before_closing_raise(bundle: Path, picture: Encode) -> None:
+    with Detector(bundle) as closed:
+        outcomes = closed.detect_many([picture()] * 4)  # all are read before the first outcome
+        next(outcomes)
+        closed.close()
+        with pytest.raises(BackendError, match="detector is closed"):
+            list(outcomes)
+
+
 @pytest.mark.parametrize(
     ("image", "error", "reason"),
     [

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from pycocotools.coco import COCO
 
+from maskrcnn_trt.model.image_limits import ImageError
 from maskrcnn_trt.model.masks import Rle, rle_from_mask
 from maskrcnn_trt.serving.detections import DetectionOptions, Detections, MaskFormat
 from maskrcnn_trt.serving.offline import Detector
 from maskrcnn_trt.serving.result_formats import (
+    annotated_png,
     coco_results,
     colour_from_label,
     draw_detections,
@@ -133,6 +135,16 @@ def test_drawing_masks_takes_less_memory_than_floats() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3 * image.nbytes
+
+
+@pytest.mark.parametrize("size", [(99, 60), (100, 61), (200, 120)])
+def test_image_of_another_size_is_rejected(picture: Encode, size: tuple[int, int]) -> None:
+    found = detections(100, 60, masks=(rle_from_mask(np.ones((100, 60), np.bool_)),))
+    message = f"{size[0]}x{size[1]} .*100x60"
+    with pytest.raises(ImageError, match=message):
+        annotated_png(picture(size=size), found)
+    with pytest.raises(ImageError, match=message):
+        draw_detections(np.zeros((*size, 3), np.uint8), found)
 
 
 def test_boxes_are_drawn_without_masks() -> None:

@@ -160,6 +160,21 @@ def test_names_that_are_not_utf_8_are_logged(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_logging_of_the_program_is_respected(capsys: pytest.CaptureFixture[str]) -> None:
+    logger, own = logging.getLogger("maskrcnn_trt"), logging.StreamHandler()
+    logger.addHandler(own)
+    try:
+        for level, lines in ((logging.NOTSET, 1), (logging.WARNING, 0)):
+            logger.setLevel(level)
+            with terminal_progress(ALONE):
+                logger.info("a line")
+            assert logger.level == level
+            assert capsys.readouterr().err.count("a line") == lines
+    finally:
+        logger.setLevel(logging.NOTSET)
+        logger.removeHandler(own)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, value: float) -> None:
     with _report(tmp_path, 2, range(4)) as report:

@@ -1,6 +1,7 @@
 """Clients distinguish a server that reports an error from one that is unreachable."""
 
 import asyncio
+import pickle
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -64,7 +65,11 @@ async def test_stream_reports_that_the_server_is_stopping(bundle: Path, picture:
         await answered.wait()
     with pytest.raises(RefusedError, match="stopping") as caught:
         await streaming
-    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    error = caught.value
+    assert error.code is grpc.StatusCode.UNAVAILABLE
+    # Otherwise, a process of a pool could not return it, and `Pool.map` would wait forever.
+    copied = pickle.loads(pickle.dumps(error))
+    assert (type(copied), copied.code, str(copied)) == (RefusedError, error.code, str(error))
 
 
 def test_killed_server_is_unreachable(bundle: Path, tmp_path: Path, picture: Encode) -> None:

@@ -63,14 +63,14 @@ def test_client_certificate_is_presented(
         assert detect(address, credentials=credentials).height == len(IMAGE)
         with pytest.raises(UnreachableError, match="--certificate"):
             detect(address, credentials=Credentials(root_certificate=root), retries=0)
-    with pytest.raises(ValueError, match="root_certificate is empty"):
-        Credentials(root_certificate=b"")
     with pytest.raises(ValueError, match="go together"):
         Credentials(key=key)
 
 
 @both_clients
-def test_token_without_tls_must_be_requested(detect: Callable[..., Detections]) -> None:
+def test_token_without_tls_must_be_requested(
+    authority: trustme.CA, detect: Callable[..., Detections]
+) -> None:
     with stub_server(StubDetector(token="s3cret")) as address:
         credentials = Credentials(token="s3cret", tls=False)
         assert "s3cret" not in repr(credentials)
@@ -78,7 +78,7 @@ def test_token_without_tls_must_be_requested(detect: Callable[..., Detections]) 
         with pytest.raises(UnreachableError, match="--no-tls"):
             detect(address, credentials=Credentials(token="s3cret"), retries=0)
     with pytest.raises(ValueError, match="require TLS"):
-        Credentials(root_certificate=b"PEM", tls=False)
+        Credentials(root_certificate=authority.cert_pem.bytes(), tls=False)
 
 
 def test_command_sends_its_credentials(authority: trustme.CA, tmp_path: Path) -> None:
@@ -127,6 +127,19 @@ def test_invalid_token_is_not_quoted(token: Any) -> None:
     assert "cr" not in str(caught.value)
 
 
+@pytest.mark.parametrize("pem", [b"", b"junk", "ca.pem", Path("ca.pem")])
+@pytest.mark.parametrize("name", ["root_certificate", "certificate", "key"])
+def test_invalid_certificate_is_named(name: str, pem: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is not in PEM format; .*read_bytes\(\)"):
+        Credentials(**{name: pem})
+
+
+@both_clients
+def test_credentials_of_another_type_are_rejected(detect: Callable[..., Detections]) -> None:
+    with pytest.raises(TypeError, match=r"credentials is of type str; .*token=TOKEN"):
+        detect("localhost:1", credentials="s3cret")
+
+
 @both_clients
 def test_tls_errors_name_the_remedy(
     authority: trustme.CA, detect: Callable[..., Detections]
@@ -141,8 +154,9 @@ def test_tls_errors_name_the_remedy(
             detect(by_number, credentials=trusting, retries=0)
         with pytest.raises(UnreachableError, match="--tls"):
             detect(address, retries=0)
+        damaged = Credentials(root_certificate=b"-----BEGIN CERTIFICATE-----\nno certificate")
         with pytest.raises(UnreachableError, match=r"invalid.*--root-certificate"):
-            detect(address, retries=0, credentials=Credentials(root_certificate=b"no certificate"))
+            detect(address, retries=0, credentials=damaged)
     past, future = (datetime.now(UTC) + timedelta(days=days) for days in (-1, 1))
     for dates in ({"not_after": past}, {"not_before": future}):
         expired = authority.issue_cert("localhost", **dates)
