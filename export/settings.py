@@ -94,8 +94,8 @@ def check_precisions(
         )
     if is_calibrated and not set(precisions) & set(QUANTIZED_PRECISIONS):
         raise BundleError(
-            f"the precisions {', '.join(precisions)} need no calibration; leave out the "
-            f"calibration images, or add the precision {' or '.join(QUANTIZED_PRECISIONS)}"
+            f"the precisions {', '.join(precisions)} need no calibration; leave out --calibration "
+            f"(in Python, calibration), or add the precision {' or '.join(QUANTIZED_PRECISIONS)}"
         )
 
 

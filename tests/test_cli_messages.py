@@ -153,7 +153,7 @@ USAGE_ERRORS = {
 FAILURES = {
     "export no-such.pth -o b --precision int8": (
         "int8 needs calibration images to measure the value ranges of tensors; run maskrcnn export "
-        "with --calibration IMAGES"
+        "with --calibration IMAGES (in Python, calibration)"
     ),
     "serve no-such-bundle --port 0": (
         "{cwd}/no-such-bundle does not exist; make a bundle with "

@@ -11,6 +11,7 @@ import click
 from ...model.bundle.manifest import MANIFEST_NAME, Precision
 from ...model.config.option_types import HTML_FILE, JSON_FILE, OUTPUT_FOLDER
 from ...model.plurals import counted
+from ...model.shell_commands import shell_path
 from ...serving.config import BackendName
 from ...training.config import EvaluatorName
 from ...training.solver_config import MAX_BATCH
@@ -98,6 +99,11 @@ def evaluate(
     if data is not None and _is_model(Path(data)):
         raise click.UsageError(
             f"{data} is a model, not a data set; give the model first, and the data set after it"
+        )
+    if data is not None and Path(data).suffix == ".json" and Path(data).is_file():
+        raise click.UsageError(
+            f"DATA is a data set folder or a configuration, but {data} is a JSON file; for an "
+            f"annotation file, give --images FOLDER --annotations {shell_path(Path(data))} instead"
         )
     given = {name: value for name, value in options.items() if value is not None}
     as_bundle = Path(model).is_dir() or not given.keys().isdisjoint(_BUNDLE_OPTIONS)

@@ -52,7 +52,7 @@ def read_images(sources: Sequence[Path]) -> list[bytes]:
     Without sources, return [].
 
     Raises:
-        click.UsageError: the sources contain no image, or two images of the same name.
+        click.UsageError: the sources contain no image.
         ImageError: an image is invalid; the message names its file.
     """
     from ...serving.commands.reports import image_files

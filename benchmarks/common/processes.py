@@ -223,13 +223,18 @@ def measure_process_usage(pid: int, start: float, end: float) -> ProcessUsage:
         pid: Process ID of the process.
         start: Start of the measurement on the clock `time.monotonic`.
         end: End of the measurement on the same clock.
+
+    Raises:
+        ProcessError: The process has ended.
     """
     _sleep_until(start)
-    before, ticks, memory_mib = _thread_ticks(pid), _tree_ticks(pid), []
+    before, first, memory_mib = _thread_ticks(pid), _ticks_by_process(pid), []
+    last = dict(first)
     for sample in range(1, _SAMPLES + 1):
         _sleep_until(start + (end - start) * sample / _SAMPLES)
         memory_mib.append(_resident_mib(pid))
-    ticks = _tree_ticks(pid) - ticks
+        last |= _ticks_by_process(pid)  # keeps the CPU time of descendants that have ended
+    ticks = sum(own - first.get(member, 0) for member, own in last.items())
     ticks_of_core = (end - start) * _TICKS_PER_S
     after = _thread_ticks(pid)
     members = sorted({thread.pid for thread in after}, key=lambda member: (member != pid, member))
@@ -265,17 +270,25 @@ def _thread_ticks(pid: int) -> dict[_Thread, int]:
                 name, fields = _parse_stat((folder / "stat").read_text())
                 number = int(folder.name)
                 name = "main" if number == member else re.sub(r"[-_:]?\d+$", "", name)
-                ticks[_Thread(member, process_name, number, name)] = _ticks([fields])
+                ticks[_Thread(member, process_name, number, name)] = _ticks(fields)
     return ticks
 
 
-def _tree_ticks(pid: int) -> int:
-    return _ticks(fields for _, fields in _process_tree_stats(pid).values())
+def _ticks_by_process(pid: int) -> dict[int, int]:
+    """Map a process and its descendants to their CPU times in ticks.
+
+    Raises:
+        ProcessError: The process has ended.
+    """
+    stats = _process_tree_stats(pid)
+    if pid not in stats or stats[pid][1][0] == "Z":  # a zombie has ended, but has a parent
+        raise ProcessError("the server ended during the measurement; its log has the reason")
+    return {member: _ticks(fields) for member, (_, fields) in stats.items()}
 
 
-def _ticks(stats: Iterable[Sequence[str]]) -> int:
-    """Sum the user and system CPU times of parsed `/proc/PID/stat` texts. The unit is ticks."""
-    return sum(int(stat[11]) + int(stat[12]) for stat in stats)
+def _ticks(stat: Sequence[str]) -> int:
+    """Return the user and system CPU time of a parsed `/proc/PID/stat` text, in ticks."""
+    return int(stat[11]) + int(stat[12])
 
 
 def _resident_mib(pid: int) -> float:
@@ -286,8 +299,9 @@ def _resident_mib(pid: int) -> float:
 def _process_tree_stats(pid: int) -> dict[int, tuple[str, list[str]]]:
     """Return the name and the `/proc/PID/stat` fields of a process and its descendants, by PID.
 
-    The list of fields begins with field 3 of proc_pid_stat(5). Index 1 is the parent's PID, indices
-    11 and 12 are ticks in user and system mode, and index 21 is the number of resident pages.
+    The list of fields begins with field 3 of proc_pid_stat(5). Index 0 is the state, index 1 the
+    parent's PID, indices 11 and 12 are ticks in user and system mode, and index 21 is the number of
+    resident pages.
     """
     stats: dict[int, tuple[str, list[str]]] = {}
     for folder in Path("/proc").iterdir():

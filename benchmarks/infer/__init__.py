@@ -13,7 +13,7 @@ from ...model.bundle.spec import ShapeBucket
 from ...model.plurals import counted
 from ...serving.config import BackendName
 from ..common.images import images_option, read_images
-from ..common.record import Record, json_option, output_option, publish
+from ..common.record import json_option, output_option, publish
 from ..common.timing import seconds_option
 from .runners import InferBaseline
 
@@ -95,8 +95,7 @@ def infer(
         with_stages=output is not None,
         **values,
     )
-    record, failures = _measure(models, settings)
-    publish(record, json_path, output)
+    failures = _measure(models, settings, json_path, output)
     if failures:
         click.echo(
             f"{counted(len(failures), 'engine')} failed; the output above has the reasons", err=True
@@ -164,9 +163,9 @@ def _default_precision(models: Sequence[Path], backend: BackendName) -> Precisio
 
 
 def _measure(
-    models: Sequence[Path], settings: "InferSettings"
-) -> "tuple[Record, Sequence[InferFailure]]":
-    """Measure all models. Return the benchmark record and the failures.
+    models: Sequence[Path], settings: "InferSettings", json_path: Path | None, output: Path | None
+) -> "Sequence[InferFailure]":
+    """Measure all models, publish the benchmark record, and return the failures.
 
     Each measurement is printed to stderr when it is complete.
 
@@ -175,7 +174,13 @@ def _measure(
     """
     from ...serving.host import gpu_names
     from ..common.gpu_time import StageTimes
-    from .measure import InferFailure, Measurement, measure_models, measure_rooflines
+    from .measure import (
+        InferFailure,
+        InferResult,
+        Measurement,
+        measure_models,
+        measure_rooflines,
+    )
     from .record import describe_measurement, infer_record
 
     measurements: list[Measurement] = []
@@ -185,9 +190,14 @@ def _measure(
         click.echo(describe_measurement(measurement), err=True)
 
     rooflines = measure_rooflines(models, settings) if gpu_names() else []
-    results = measure_models(models, settings, collect)
-    failures = [one for one in measurements if isinstance(one, InferFailure)]
-    stages = [one for one in measurements if isinstance(one, StageTimes)]
+    try:
+        measure_models(models, settings, collect)
+    finally:  # if an error or Ctrl+C ends the benchmark, keep the results so far
+        results = [one for one in measurements if isinstance(one, InferResult)]
+        failures = [one for one in measurements if isinstance(one, InferFailure)]
+        stages = [one for one in measurements if isinstance(one, StageTimes)]
+        if results:
+            publish(infer_record(results, failures, rooflines, stages), json_path, output)
     if not results:
         raise click.ClickException(failures[0].reason)
-    return infer_record(results, failures, rooflines, stages), failures
+    return failures

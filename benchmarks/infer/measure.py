@@ -261,9 +261,11 @@ def _measure_speed(
 ) -> InferResult:
     measure_durations(run.run, _WARMUP_SHARE * settings.seconds, settings.warmup)
     detections = sum(run.count_detections(run.run()))
-    durations = measure_durations(run.run, settings.seconds / 2)
-    rate = len(durations) / sum(durations)
-    if run.synchronize is not None:
+    if run.synchronize is None:
+        durations = measure_durations(run.run, settings.seconds)
+        rate = len(durations) / sum(durations)
+    else:
+        durations = measure_durations(run.run, settings.seconds / 2)
         rate = measure_call_rate(run.enqueue, run.synchronize, len(durations))
     return InferResult(
         model=str(choice.model),

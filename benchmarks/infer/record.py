@@ -50,8 +50,8 @@ _METHOD_NOTE = """\
 An engine, such as "torch" or "torchvision", is one implementation of the model; "torch" is the
 torch program of a bundle. Each engine is measured in a process of its own for each precision, in
 ascending order of batch sizes. Latency is measured first: each batch starts when the previous one
-is complete. Then the throughput is measured with the same number of batches, which are queued back
-to back, with one wait at the end.
+is complete. On a GPU, the throughput is then measured with the same number of batches, which are
+queued back to back, with one wait at the end. On a CPU, the throughput comes from the latencies.
 """
 _COLUMNS_NOTE = "The tables of speed have these columns:"
 _COLUMN_MEANINGS = {
@@ -170,28 +170,51 @@ def speed_rows(
     own = [r for r in results if r.precision == precision]
     engines = list(dict.fromkeys((r.model, r.engine, r.data) for r in own))
     own.sort(key=lambda r: engines.index((r.model, r.engine, r.data)))
-    base = {r.batch: r.images_per_second for r in own if r.engine == "torchvision"}
+    labels = _engine_labels([*results, *failures])
+    bases = [r for r in own if r.engine == "torchvision"]
+    # If torchvision's model ran with several weights, compare only models with the same weights.
+    several = len({r.model for r in bases}) > 1
+    base = {(r.model if several else "", r.batch): r.images_per_second for r in bases}
     bound = next((f.images_per_second for f in rooflines if f.precision == precision), None)
+
+    def speedup(r: InferResult) -> str:
+        reference = base.get((r.model if several else "", r.batch))
+        return "" if reference is None else format_significant(r.images_per_second / reference)
+
     measured = [
         (
-            r.engine,
+            labels[r.model, r.engine],
             r.device if r.data == "device" else "host",
             str(r.batch),
             f"{r.images_per_second:.1f}",
             *map(format_significant, (r.latency.p50, r.latency.p90, r.latency.p99)),
             f"{r.peak_memory_mib:.0f}{'*' if r.memory == 'driver' else ''}",
             f"{r.detections_per_image:.1f}",
-            format_significant(r.images_per_second / base[r.batch]) if r.batch in base else "",
+            speedup(r),
             "" if bound is None else f"{r.images_per_second / bound:.1%}",
         )
         for r in own
     ]
     failed = [
-        (f.engine, "", str(f.batch or "all"), "failed", *[""] * (len(COLUMNS) - 4))
+        (labels[f.model, f.engine], "", str(f.batch or "all"), "failed", *[""] * (len(COLUMNS) - 4))
         for f in failures
         if f.precision == precision
     ]
     return measured + failed
+
+
+def _engine_labels(
+    measurements: Sequence[InferResult | InferFailure],
+) -> dict[tuple[str, str], str]:
+    """Return labels by model and engine: the engine, and the model if it ran several models."""
+    models = defaultdict(set)
+    for m in measurements:
+        models[m.engine].add(m.model)
+    return {
+        (model, engine): engine if len(own) == 1 else f"{engine}, {model}"
+        for engine, own in models.items()
+        for model in own
+    }
 
 
 def infer_goals(results: Sequence[InferResult], machine: MachineInfo) -> list[str]:
@@ -300,9 +323,11 @@ def _plot_throughput(axes: "Axes", results: Sequence[InferResult], goals: Sequen
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter
 
+    labels = _engine_labels(results)
     curves: dict[tuple[str, Precision], list[InferResult]] = defaultdict(list)
     for r in results:
-        curves[r.engine if r.data == "device" else f"{r.engine}, host", r.precision].append(r)
+        label = labels[r.model, r.engine]
+        curves[label if r.data == "device" else f"{label}, host", r.precision].append(r)
     engines = list(dict.fromkeys(engine for engine, _ in curves))
     for (engine, precision), own in curves.items():
         axes.plot(

@@ -1,7 +1,8 @@
 """`maskrcnn bench serve`: throughput and latency of a server under load."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ...serving.config import ServeConfig
     from ..bulk.measure import BulkResult
     from .measure import ServeSettings
-    from .results import ServeResult
 
 _CONCURRENCIES = (1, 4, 16)
 
@@ -95,7 +95,9 @@ class _ServeBenchmark(click.Command):
     "--processes", type=click.IntRange(min=1), default=1,
     help="Number of client processes, each with its own connection.",
 )  # fmt: skip
-@click.option("--seed", type=int, default=0, help="Seed of the random arrival times.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, help="Seed of the random arrival times."
+)
 @click.option("--engine-rate", is_flag=True, help="First measure the bundle without a server.")
 @click.option(
     "--peer", type=click.Choice(["unbatched"]),
@@ -130,7 +132,7 @@ def serve(
     """
     from ...model.weights.zoo import is_zoo_name
     from .measure import NOISE, ServeSettings, measure_bundle, measure_server
-    from .record import serve_record
+    from .record import describe_result, serve_record
 
     images = read_images(sources)
     credentials = credentials_from_options(
@@ -166,13 +168,13 @@ def serve(
                 "--peer unbatched compares the server with one of --max-batch 1, but the server "
                 "has --max-batch 1 itself; raise --max-batch"
             )
-        results = _print_results(measure_bundle(bundle, settings, options))
+        measured = measure_bundle(bundle, settings, options)
         if peer:
             closed = dataclasses.replace(
                 settings, concurrencies=settings.grpc_clients(), http=(), rates=(), loads=()
             )
-            options = (*options, "--max-batch", "1")
-            results += _print_results(measure_bundle(bundle, closed, options))
+            unbatched = (*options, "--max-batch", "1")
+            measured = chain(measured, measure_bundle(bundle, closed, unbatched))
         max_delay_ms = config.max_delay_ms
     elif options or engine_rate or peer or settings.http:
         raise click.UsageError(
@@ -184,9 +186,16 @@ def serve(
             check_address(server)
         except ValueError as error:
             raise click.UsageError(f"{server} is not a bundle, and {error}") from None
-        results = _print_results(measure_server(server, settings))
-    record = serve_record(results, describe_images(images, sources, NOISE), max_delay_ms, bulk)
-    publish(record, json_path, output)
+        measured = measure_server(server, settings)
+    results = []
+    try:
+        for result in measured:
+            click.echo(describe_result(result), err=True)
+            results.append(result)
+    finally:  # if an error or Ctrl+C ends the benchmark, keep the results so far
+        if results:
+            description = describe_images(images, sources, NOISE)
+            publish(serve_record(results, description, max_delay_ms, bulk), json_path, output)
 
 
 def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
@@ -241,14 +250,3 @@ def _measure_bulk(bundle: Path, config: "ServeConfig", settings: "ServeSettings"
         err=True,
     )
     return result
-
-
-def _print_results(results: "Iterable[ServeResult]") -> "list[ServeResult]":
-    """Print each result to stderr when it is complete, and return all results."""
-    from .record import describe_result
-
-    collected = []
-    for result in results:
-        click.echo(describe_result(result), err=True)
-        collected.append(result)
-    return collected

@@ -127,10 +127,13 @@ def result_from_logs(
     due = [r for r in requests if r.due >= window.start]
     answered, refused = _by_outcome(due)
     if not answered or not completed:
-        statuses = f" with detections, only with {', '.join(refused)}" if refused else ""
+        if refused and not answered:
+            raise NoAnswerError(
+                f"all requests of a measurement failed with {', '.join(refused)}; check that the "
+                "server still runs, lower the load, or raise --timeout"
+            )
         raise NoAnswerError(
-            f"the server answered no request{statuses} within {seconds:g} s; measure longer with "
-            "--seconds"
+            f"the server answered no request within {seconds:g} s; measure longer with --seconds"
         )
     *stages_us, mean_batch_size = np.mean([r.timing for r in answered], axis=0).tolist()
     decode, queue, infer, encode = (us / 1000 for us in stages_us)

@@ -37,7 +37,6 @@ _COLUMN_MEANINGS = {
     "process of rank 0",
     "ratio": "throughput divided by that of torchvision's model in the same precision and with the "
     "same seed",
-    "of roofline": "throughput as a fraction of an upper bound, which a paragraph below defines",
     "p50, p90, p99": "latency of a step, in ms",
     "data": "waiting time for the next batch, as a fraction of the total time of the timed steps",
     "host": "time in ms that the process needs to launch a step on an idle GPU",
@@ -47,6 +46,9 @@ _COLUMN_MEANINGS = {
     "first": "duration of the first step in seconds",
     "MiB": "peak {memory}",
     "loss": "mean of the total loss over the last tenth of the steps",
+}
+_ROOFLINE_MEANINGS = {
+    "of roofline": "throughput as a fraction of an upper bound, which a paragraph below defines",
 }
 _ROOFLINE_NOTE = """\
 The column "of roofline" has the throughput divided by an upper bound. The upper bound assumes that
@@ -123,9 +125,10 @@ def _notes(
     first = results[0]
     on_gpu = first.device == "cuda"
     memory = "GPU memory reserved by torch" if on_gpu else "resident memory of the process"
+    meanings = _COLUMN_MEANINGS | (_ROOFLINE_MEANINGS if rooflines else {})
     notes: list[str | dict[str, str]] = [
         _METHOD_NOTE.format(warmup=first.warmup, iterations=first.iterations),
-        {name: text.format(memory=memory) for name, text in _COLUMN_MEANINGS.items()},
+        {name: text.format(memory=memory) for name, text in meanings.items()},
     ]
     if rooflines:
         rates = ", ".join(f"{r.precision} {r.teraflops_per_second:.0f} TFLOP/s" for r in rooflines)

@@ -42,7 +42,8 @@ REPORT_OPTIONS = (
         "an image is its name without suffix, as an integer if decimal. To evaluate against "
         "annotations with other ids, use `maskrcnn eval`. `numpy`: an NPZ of the arrays of each "
         "image. A PNG or NPZ has the name of its image, as street.png for street.jpg. If "
-        "several images share that name, it includes the suffix, as street.jpg.png.",
+        "several images share that name, it includes the suffix, as street.jpg.png, and so do "
+        "the ids of these images.",
     ),
     click.option(
         "--score-threshold", type=FiniteRange(0, 1), default=0.5, show_default=True,
@@ -104,7 +105,7 @@ def files_and_folder(
             annotated images would be written into a folder of input images.
     """
     # Imported here because the module loads Pillow, which --help does not need.
-    from .reports import check_folder, image_files
+    from .reports import check_folder, check_image_ids, image_files
 
     for image in images:
         if is_address(image):
@@ -117,6 +118,7 @@ def files_and_folder(
             "choose a folder with --output"
         )
     files, folder = image_files([Path(image) for image in images]), Path(output)
+    check_image_ids(files)
     check_folder(folder, files, formats)
     return files, folder
 

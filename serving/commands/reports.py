@@ -39,7 +39,7 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
     its subfolders.
 
     Raises:
-        click.UsageError: There are no images, or two images would have the same COCO image ID.
+        click.UsageError: There are no images.
     """
     files: dict[Path, None] = {}
     for source in sources:
@@ -51,18 +51,26 @@ def image_files(sources: Sequence[Path]) -> list[Path]:
             if not paths:
                 _report_nested(source)
         files |= dict.fromkeys(paths)
+    if not files:
+        suffixes = ", ".join(sorted(IMAGE_FILE_SUFFIXES))
+        raise click.UsageError(f"{', '.join(map(str, sources))}: no image found ({suffixes})")
+    return list(files)
+
+
+def check_image_ids(files: Sequence[Path]) -> None:
+    """Check that no two images would have the same COCO image ID.
+
+    Raises:
+        click.UsageError: Two images would have the same ID.
+    """
     owners: dict[int | str, Path] = {}
-    for path, image_id in zip(files, image_ids(list(files)), strict=True):
+    for path, image_id in zip(files, image_ids(files), strict=True):
         if image_id in owners:
             raise click.UsageError(
                 f"{owners[image_id]} and {path} would both have the image ID {image_id} in the "
                 "results; give them to separate runs with different --output folders"
             )
         owners[image_id] = path
-    if not files:
-        suffixes = ", ".join(sorted(IMAGE_FILE_SUFFIXES))
-        raise click.UsageError(f"{', '.join(map(str, sources))}: no image found ({suffixes})")
-    return list(files)
 
 
 def _report_skipped(names: Sequence[str]) -> None:

@@ -128,6 +128,7 @@ def test_result_files_are_written_to_the_output_folder(
         (("no-such",), "no-such is neither"),
         (("{bundle}",), "is a model, not a data set"),
         (("model_final.pth",), "is a model, not a data set"),
+        (("{folder}/annotations/val.json",), "give --images FOLDER --annotations"),
         (("{folder}", "--report", "model_final.pth"), "does not end in .html"),
         (("{folder}", "--batch", "100000"), "--batch"),
         (("{folder}", "--json", "image.jpg"), "does not end in .json"),

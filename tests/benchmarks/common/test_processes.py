@@ -147,9 +147,21 @@ def test_usage_includes_child_processes() -> None:
     assert sum(thread.cores for thread in usage.threads) == pytest.approx(usage.cores, abs=0.2)
     # The process has ended.
     now = time.monotonic()
-    usage = measure_process_usage(process.pid, now, now + 0.05)
-    assert usage.cores == 0
-    assert set(usage.memory_mib) <= {0}
+    with pytest.raises(ProcessError, match="ended"):
+        measure_process_usage(process.pid, now, now + 0.05)
+
+
+def test_usage_includes_processes_that_start_or_end_meanwhile() -> None:
+    code = "import subprocess, sys\nwhile True: subprocess.run([sys.executable, '-c', LOOP])"
+    loop = "import time\nend = time.monotonic() + 0.2\nwhile time.monotonic() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", code.replace("LOOP", repr(loop))]) as process:
+        try:
+            now = time.monotonic()
+            usage = measure_process_usage(process.pid, now, now + 1)
+        finally:
+            process.kill()
+    # Each child uses CPU time. At the end, all but the latest child have ended.
+    assert usage.cores > 0.2
 
 
 def test_machine_is_described_in_json():

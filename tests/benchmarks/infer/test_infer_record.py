@@ -117,6 +117,22 @@ def test_rows_compare_with_torchvision_and_the_roofline_of_their_precision():
     assert (failed["engine"], failed["batch"], failed["images/s"]) == ("eager", "16", "failed")
 
 
+def test_models_of_one_engine_are_named_and_compared_with_their_own_torchvision(tmp_path: Path):
+    results = [
+        replace(make_result(engine, 8, speed), model=model)
+        for model, engine, speed in (
+            ("small.pth", "eager", 100), ("small.pth", "torchvision", 50),
+            ("large.pth", "eager", 10), ("large.pth", "torchvision", 5), ("bundle", "torch", 60),
+        )
+    ]  # fmt: skip
+    cells = [dict(zip(COLUMNS, row, strict=True)) for row in speed_rows("fp16", results, (), ())]
+    assert [(c["engine"], c["speedup"]) for c in cells] == [
+        ("eager, small.pth", "2.00"), ("torchvision, small.pth", "1.00"),
+        ("eager, large.pth", "2.00"), ("torchvision, large.pth", "1.00"), ("torch", ""),
+    ]  # fmt: skip
+    write_record(infer_record(results, machine=H100), tmp_path)  # draws a curve per model
+
+
 @pytest.mark.parametrize(
     ("speed", "verdicts"),
     [(701, ("met", "met")), (699, ("met", "missed")), (449, ("missed", "missed"))],

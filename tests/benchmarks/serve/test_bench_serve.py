@@ -125,6 +125,7 @@ def test_missing_server_is_an_error(tmp_path: Path) -> None:
      (["127.0.0.1:1", "--", "--max-batch", "2"], "not a bundle"),
      (["BUNDLE", "--", "--max-batch", "0"], "--max-batch is 0"),
      (["BUNDLE", "--", "--max-bach", "1"], "--max-bach"), (["BUNDLE", "--rate", "0"], "--rate"),
+     (["BUNDLE", "--rate", "1", "--seed", "-1"], "--seed"),
      (["BUNDLE", "--peer", "unbatched", "--", "--max-batch", "1"], "raise --max-batch"),
      (["BUNDLE", "--http", "1", "--tls"], "leave out --http")],
 )  # fmt: skip
@@ -161,3 +162,15 @@ def test_rates_alone_need_no_closed_loop(server: ServerProcess, tmp_path: Path) 
     (measured,) = json.loads(path.read_text())["results"]
     assert measured["load"] == {"rate": 5.0, "arrivals": "poisson"}
     assert measured["server"] is None
+
+
+def test_failed_measurement_keeps_the_results_before_it(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    path = tmp_path / "results.json"
+    # No request is due at the second rate.
+    options = ("--rate", 10, "--rate", 1e-6, "--seconds", 1, "--warmup", 0, "--json", path)
+    result = run(server.address, *options)
+    assert isinstance(result.exception, NoAnswerError)
+    (measured,) = json.loads(path.read_text())["results"]
+    assert measured["load"]["rate"] == 10
