@@ -7,7 +7,7 @@ do not derive from `ServingError`.
 """
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 if TYPE_CHECKING:
     import grpc  # worker and front-end processes start faster without this import
@@ -87,9 +87,9 @@ class RefusedError(ClientError):
         super().__init__(message)
         self.code = code
 
-    def __reduce__(self) -> tuple[type["RefusedError"], tuple["grpc.StatusCode", str]]:
+    def __reduce__(self) -> tuple[type[Self], tuple["grpc.StatusCode", str], dict[str, Any]]:
         """Pickle the error. An exception's default passes only the message to the constructor."""
-        return RefusedError, (self.code, str(self))
+        return type(self), (self.code, str(self)), self.__dict__
 
 
 class AccessError(ClientError):

@@ -72,13 +72,26 @@ def _package_logger() -> logging.Logger:
     return logging.getLogger(__name__.partition(".")[0])
 
 
+def _handlers_of(logger: logging.Logger) -> list[logging.Handler]:
+    """Return the handlers that receive a logger's records: its own, and those of the root."""
+    root = logging.getLogger()
+    return [*logger.handlers, *(root.handlers if logger.propagate else ())]
+
+
+def _prints_to_terminal(handler: logging.Handler) -> bool:
+    """Return whether a handler prints INFO records to standard output or error."""
+    stream = getattr(handler, "stream", None)
+    is_standard = stream is not None and (stream is sys.stdout or stream is sys.stderr)
+    return is_standard and handler.level <= logging.INFO
+
+
 @contextmanager
 def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progress]:
     """Show the package's log records and progress bars on standard error in a `with` block.
 
     Rank 0 logs INFO and above, the other ranks WARNING and above, unless the program has set the
-    level of the package's logger. If a handler of the program already prints the records, they are
-    not printed again.
+    level of the package's logger. If a stream handler of the program already prints INFO records to
+    standard output or error, records are not printed again, and no bars are shown.
 
     Args:
         worker: Rank of this process.
@@ -94,11 +107,8 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
         # notebooks cannot redraw its progress bars.
         console = _Console(stderr=True, force_jupyter=False, force_terminal=False)
     package = _package_logger()
-    handlers: list[logging.Handler] = []
-    printing = (sys.stdout, sys.stderr)
-    others = (*package.handlers, *logging.getLogger().handlers)
-    if not any(getattr(handler, "stream", None) in printing for handler in others):
-        handlers.append(_ConsoleHandler(console))
+    prints = any(_prints_to_terminal(handler) for handler in _handlers_of(package))
+    handlers: list[logging.Handler] = [] if prints else [_ConsoleHandler(console)]
     if worker.is_main and log is not None:
         # File and class names can contain bytes that are not UTF-8.
         handlers.append(_FileHandler(log, encoding="utf-8", errors="backslashreplace"))
@@ -116,7 +126,8 @@ def terminal_progress(worker: Worker, log: Path | None = None) -> Iterator[Progr
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
             console=console,
-            disable=not (worker.is_main and console.is_terminal),
+            # Lines of other handlers would begin in the middle of a bar.
+            disable=prints or not (worker.is_main and console.is_terminal),
         ) as progress:
             yield progress
     finally:

@@ -100,10 +100,10 @@ def evaluate(
         raise click.UsageError(
             f"{data} is a model, not a data set; give the model first, and the data set after it"
         )
-    if data is not None and Path(data).suffix == ".json" and Path(data).is_file():
+    if data is not None and _is_annotation_file(Path(data)):
         raise click.UsageError(
-            f"DATA is a data set folder or a configuration, but {data} is a JSON file; for an "
-            f"annotation file, give --images FOLDER --annotations {shell_path(Path(data))} instead"
+            f"DATA is a data set folder or a configuration, but {data} is an annotation file; give "
+            f"--images FOLDER --annotations {shell_path(Path(data))} instead"
         )
     given = {name: value for name, value in options.items() if value is not None}
     as_bundle = Path(model).is_dir() or not given.keys().isdisjoint(_BUNDLE_OPTIONS)
@@ -111,6 +111,17 @@ def evaluate(
         _evaluate_bundle(model, data, overrides, given, json_path)
     else:
         _evaluate_checkpoint(model, data, overrides, given, json_path)
+
+
+def _is_annotation_file(path: Path) -> bool:
+    """Return whether a path is a COCO file. A configuration can be a JSON file, too."""
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(content, dict) and {"images", "annotations"} <= content.keys()
 
 
 def _evaluate_checkpoint(

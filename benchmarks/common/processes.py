@@ -228,12 +228,15 @@ def measure_process_usage(pid: int, start: float, end: float) -> ProcessUsage:
         ProcessError: The process has ended.
     """
     _sleep_until(start)
-    before, first, memory_mib = _thread_ticks(pid), _ticks_by_process(pid), []
+    before, memory_mib = _thread_ticks(pid), []
+    first = {member: _ticks(stat) for member, stat in _running_tree(pid).items()}
     last = dict(first)
     for sample in range(1, _SAMPLES + 1):
         _sleep_until(start + (end - start) * sample / _SAMPLES)
-        memory_mib.append(_resident_mib(pid))
-        last |= _ticks_by_process(pid)  # keeps the CPU time of descendants that have ended
+        stats = _running_tree(pid)
+        memory_mib.append(sum(int(stat[21]) for stat in stats.values()) * _PAGE_BYTES / 2**20)
+        # Keeps the CPU time of descendants that have ended.
+        last |= {member: _ticks(stat) for member, stat in stats.items()}
     ticks = sum(own - first.get(member, 0) for member, own in last.items())
     ticks_of_core = (end - start) * _TICKS_PER_S
     after = _thread_ticks(pid)
@@ -274,26 +277,21 @@ def _thread_ticks(pid: int) -> dict[_Thread, int]:
     return ticks
 
 
-def _ticks_by_process(pid: int) -> dict[int, int]:
-    """Map a process and its descendants to their CPU times in ticks.
+def _running_tree(pid: int) -> dict[int, list[str]]:
+    """Return the `/proc/PID/stat` fields of a process and its descendants, by PID.
 
     Raises:
         ProcessError: The process has ended.
     """
     stats = _process_tree_stats(pid)
-    if pid not in stats or stats[pid][1][0] == "Z":  # a zombie has ended, but has a parent
+    if pid not in stats or stats[pid][1][0] == "Z":  # a zombie has ended, but its parent has not
         raise ProcessError("the server ended during the measurement; its log has the reason")
-    return {member: _ticks(fields) for member, (_, fields) in stats.items()}
+    return {member: fields for member, (_, fields) in stats.items()}
 
 
 def _ticks(stat: Sequence[str]) -> int:
     """Return the user and system CPU time of a parsed `/proc/PID/stat` text, in ticks."""
     return int(stat[11]) + int(stat[12])
-
-
-def _resident_mib(pid: int) -> float:
-    stats = _process_tree_stats(pid).values()
-    return sum(int(stat[21]) for _, stat in stats) * _PAGE_BYTES / 2**20
 
 
 def _process_tree_stats(pid: int) -> dict[int, tuple[str, list[str]]]:

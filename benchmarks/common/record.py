@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,12 +112,17 @@ class Record:
 def publish(record: Record, json_path: Path | None = None, folder: Path | None = None) -> None:
     """Print the tables of a record, and write its files.
 
+    If this function is called while an exception is handled, as in a `finally` block, the title of
+    the record states that the benchmark ended early.
+
     Args:
         record: the record.
         json_path: path of a JSON file to write. None: do not write this file.
         folder: folder for a Markdown page, a PNG, and a JSON file. The JSON file has the same
             content as `json_path`. None: write none of these three files.
     """
+    if sys.exception() is not None:
+        record = replace(record, title=f"{record.title} (ended early)")
     console = table_console()
     console.print(Text(record.title, style="bold"))
     for table in record.tables:

@@ -187,7 +187,10 @@ def _measure(
 
     def collect(measurement: Measurement) -> None:
         measurements.append(measurement)
-        click.echo(describe_measurement(measurement), err=True)
+        label = None
+        if len(models) > 1 and not isinstance(measurement, StageTimes):
+            label = f"{measurement.engine}, {measurement.model}"
+        click.echo(describe_measurement(measurement, label), err=True)
 
     rooflines = measure_rooflines(models, settings) if gpu_names() else []
     try:

@@ -56,7 +56,8 @@ class InferSettings:
     bucket: ShapeBucket | None = None
     # Encoded images to fill batches with. Empty: one image of noise.
     images: Sequence[bytes] = ()
-    # Duration of each measurement, half for latency and half for throughput.
+    # Duration of each measurement. If an engine can queue batches on a GPU, half of it is for
+    # latency, and half for throughput.
     seconds: float = 5.0
     # Whether to measure GPU time by stage, in the first precision, for bundles that the torch
     # backend runs on a GPU.

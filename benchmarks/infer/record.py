@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,9 @@ _METHOD_NOTE = """\
 An engine, such as "torch" or "torchvision", is one implementation of the model; "torch" is the
 torch program of a bundle. Each engine is measured in a process of its own for each precision, in
 ascending order of batch sizes. Latency is measured first: each batch starts when the previous one
-is complete. On a GPU, the throughput is then measured with the same number of batches, which are
-queued back to back, with one wait at the end. On a CPU, the throughput comes from the latencies.
+is complete. If an engine can queue batches on a GPU, the throughput is then measured with the same
+number of batches, which are queued back to back, with one wait at the end. Otherwise, the
+throughput comes from the latencies.
 """
 _COLUMNS_NOTE = "The tables of speed have these columns:"
 _COLUMN_MEANINGS = {
@@ -125,7 +126,8 @@ def infer_record(
         for precision in precisions
     ]
     if failures:
-        reasons = [describe_measurement(failure) for failure in failures]
+        labels = _engine_labels([*results, *failures])
+        reasons = [describe_measurement(f, labels[f.model, f.engine]) for f in failures]
         tables.append(ResultTable(heading="Not measured", remarks=reasons))
     if stages:
         tables += _stage_tables(stages)
@@ -134,7 +136,12 @@ def infer_record(
         title=f"Inference in {', '.join(precisions)} at {bucket} pixels",
         results=results,
         tables=tables,
-        plots=_plots(results, stages, _SPEED_GOALS if _has_goals(results, machine) else ()),
+        plots=_plots(
+            results,
+            _engine_labels([*results, *failures]),
+            stages,
+            _SPEED_GOALS if _has_goals(results, machine) else (),
+        ),
         goals=goals,
         notes=_notes(results, rooflines, stages),
         on_gpu=any(r.device == "cuda" for r in results),
@@ -143,8 +150,11 @@ def infer_record(
     )
 
 
-def describe_measurement(measurement: Measurement) -> str:
-    """Describe a measurement in one line, as in `torch in fp16 at batch 8: 600.0 images/s, ...`."""
+def describe_measurement(measurement: Measurement, label: str | None = None) -> str:
+    """Describe a measurement in one line, as in `torch in fp16 at batch 8: 600.0 images/s, ...`.
+
+    The line begins with `label`, or with the engine if it is None.
+    """
     batch = "" if measurement.batch is None else f" at batch {measurement.batch}"
     if isinstance(measurement, InferFailure):
         text = measurement.reason
@@ -154,7 +164,7 @@ def describe_measurement(measurement: Measurement) -> str:
         place = ", data on the host" if measurement.data == "host" else ""
         rate, p50 = measurement.images_per_second, measurement.latency.p50
         text = f"{rate:.1f} images/s, p50 {p50:.2f} ms{place}"
-    return f"{measurement.engine} in {measurement.precision}{batch}: {text}"
+    return f"{label or measurement.engine} in {measurement.precision}{batch}: {text}"
 
 
 def speed_rows(
@@ -171,10 +181,13 @@ def speed_rows(
     engines = list(dict.fromkeys((r.model, r.engine, r.data) for r in own))
     own.sort(key=lambda r: engines.index((r.model, r.engine, r.data)))
     labels = _engine_labels([*results, *failures])
-    bases = [r for r in own if r.engine == "torchvision"]
-    # If torchvision's model ran with several weights, compare only models with the same weights.
-    several = len({r.model for r in bases}) > 1
-    base = {(r.model if several else "", r.batch): r.images_per_second for r in bases}
+    # If there are several weights files, compare only models with the same weights.
+    several = len({r.model for r in own if r.engine in ("eager", "torchvision")}) > 1
+    base = {
+        (r.model if several else "", r.batch): r.images_per_second
+        for r in own
+        if r.engine == "torchvision"
+    }
     bound = next((f.images_per_second for f in rooflines if f.precision == precision), None)
 
     def speedup(r: InferResult) -> str:
@@ -301,16 +314,22 @@ def _notes(
 
 
 def _plots(
-    results: Sequence[InferResult], stages: Sequence[StageTimes], goals: Sequence[int]
+    results: Sequence[InferResult],
+    labels: Mapping[tuple[str, str], str],
+    stages: Sequence[StageTimes],
+    goals: Sequence[int],
 ) -> PlotGrid:
     """Return the plots of throughput and of GPU time by stage.
 
     Args:
         results: Measurements, at least one.
+        labels: Labels of the curves, from `_engine_labels`.
         stages: GPU times by model stage. Empty: the plot of the stages is left out.
         goals: Goals of the throughput in images/s, drawn as lines.
     """
-    plots: list[Callable[[Axes], None]] = [partial(_plot_throughput, results=results, goals=goals)]
+    plots: list[Callable[[Axes], None]] = [
+        partial(_plot_throughput, results=results, labels=labels, goals=goals)
+    ]
     if stages:
         plots.append(partial(_plot_stages, stages=stages))
     return PlotGrid(
@@ -318,12 +337,16 @@ def _plots(
     )
 
 
-def _plot_throughput(axes: "Axes", results: Sequence[InferResult], goals: Sequence[int]) -> None:
+def _plot_throughput(
+    axes: "Axes",
+    results: Sequence[InferResult],
+    labels: Mapping[tuple[str, str], str],
+    goals: Sequence[int],
+) -> None:
     """Plot throughput over batch size: a colour per precision, a line style per engine."""
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    labels = _engine_labels(results)
     curves: dict[tuple[str, Precision], list[InferResult]] = defaultdict(list)
     for r in results:
         label = labels[r.model, r.engine]

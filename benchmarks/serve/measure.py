@@ -150,6 +150,7 @@ def measure_bundle(
         ServerStartError: the server did not start.
         ServingError: the server rejects the first image, which is sent as a check.
         NoAnswerError: under one of the loads, no request succeeded.
+        ProcessError: the server or a client process ended during a measurement.
     """
     http_address = None
     if settings.http:
@@ -180,6 +181,7 @@ def measure_server(
         ServingError: the server does not respond, or rejects the first image, which is sent as a
             check.
         NoAnswerError: under one of the loads, no request succeeded.
+        ProcessError: the server or a client process ended during a measurement.
     """
     target = _target_at(address, settings, pid)
     capacity = 0.0

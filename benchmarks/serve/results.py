@@ -129,8 +129,8 @@ def result_from_logs(
     if not answered or not completed:
         if refused and not answered:
             raise NoAnswerError(
-                f"all requests of a measurement failed with {', '.join(refused)}; check that the "
-                "server still runs, lower the load, or raise --timeout"
+                f"all requests that were due in a measurement failed with {', '.join(refused)}; "
+                "check that the server still runs, lower the load, or raise --timeout"
             )
         raise NoAnswerError(
             f"the server answered no request within {seconds:g} s; measure longer with --seconds"

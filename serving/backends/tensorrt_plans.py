@@ -223,7 +223,7 @@ class Plan:
                 return batch
         raise BackendError(
             f"the batch has {count} images, but the backend was loaded for at most "
-            f"{max(self._batches)}; raise --max-batch"
+            f"{max(self._batches)}; load it with a larger max_batch (--max-batch)"
         )
 
     def specs(self, batch: int) -> dict[str, TensorSpec]:

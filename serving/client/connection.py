@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Final
 from urllib.parse import unquote
 
 import grpc
@@ -59,6 +59,20 @@ _CONNECTION_CLOSED = "Socket closed", "Connection reset", "Broken pipe"
 _FAILED_ADDRESS = re.compile(r"ipv[46]:(\S+):\d+: ")
 
 
+# Kind of the PEM content in each field of `Credentials`.
+_PEM_KINDS: Final = {
+    "root_certificate": "certificate",
+    "certificate": "certificate",
+    "key": "private key",
+}
+
+
+def is_pem(content: bytes, kind: str) -> bool:
+    """Return whether `content` has PEM of a kind: `certificate` or `private key`."""
+    # A word can precede the kind in the PEM label, as in `-----BEGIN RSA PRIVATE KEY-----`.
+    return f"{kind.upper()}-----".encode() in content
+
+
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
     """Credentials of a client, and the CA that it trusts. Certificates and key are PEM bytes."""
@@ -76,14 +90,14 @@ class Credentials:
     tls: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("root_certificate", "certificate", "key"):
+        for name, kind in _PEM_KINDS.items():
             # gRPC ignores an empty certificate, and would trust other CAs. If another one is
             # invalid, gRPC retries for seconds, and may then report an unreachable server.
             pem = getattr(self, name)
-            if pem is not None and not (isinstance(pem, bytes) and b"-----BEGIN " in pem):
+            if pem is not None and not (isinstance(pem, bytes) and is_pem(pem, kind)):
                 raise ValueError(
-                    f"{name} is not in PEM format; give the content of a PEM file as bytes, such "
-                    "as Path(FILE).read_bytes()"
+                    f"{name} is not a {kind} in PEM format; give the content of a PEM file as "
+                    "bytes, such as Path(FILE).read_bytes()"
                 )
         if (self.certificate is None) != (self.key is None):
             raise ValueError("a client's certificate and its key go together; give both or none")

@@ -170,9 +170,10 @@ def credentials_from_options(
 
 
 def _read_pem(path: Path | None, kind: str) -> bytes | None:
+    from ..client.connection import is_pem
+
     content = None if path is None else path.read_bytes()
-    # A word can precede the kind in the PEM label, as in `-----BEGIN RSA PRIVATE KEY-----`.
-    if content is not None and f"{kind.upper()}-----".encode() not in content:
+    if content is not None and not is_pem(content, kind):
         raise click.UsageError(f"{path} contains no {kind} in PEM format; give a PEM file")
     return content
 

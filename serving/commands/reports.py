@@ -204,7 +204,7 @@ class _Report:
             _write(self._folder / f"{stem}.npz", file.getvalue())
         if "pictures" in self._formats:
             try:
-                # Raises an ImageError if the file has been replaced by one with more pixels.
+                # Raises an ImageError if the file has been replaced by one of another size.
                 annotated = annotated_png(read_image_file(path), outcome)
             except (OSError, ImageError) as error:  # the input file was replaced or deleted
                 return f"the annotated image was not drawn: {_failure_message(error)}"

@@ -268,6 +268,6 @@ def _add(slots: Counter[str], peer: str, number: int) -> None:
 
 def _too_many_waiting() -> QueueFullError:
     return QueueFullError(
-        "too many requests wait for an admission slot, and no other connection has more of them "
-        "than this one; try again later, or raise the server's --queue-size"
+        "too many requests wait for an admission slot, and with this one, no other connection has "
+        "more of them than yours; try again later, or raise the server's --queue-size"
     )

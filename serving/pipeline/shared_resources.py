@@ -77,12 +77,12 @@ class OpenCalls:
             QueueFullError: the server or the connection has too many open calls.
         """
         own, free = self._open[peer], self._limit - self._total - 1
-        allowed = _CALLS_PER_FREE_CALL * free
-        if free < 0 or own > allowed:
-            connection = f"this connection has {own} open calls, and may have at most {allowed} now"
-            server = f"the server has {self._total} open calls, the maximum"
+        if free < 0 or own > _CALLS_PER_FREE_CALL * free:
+            who = "the server" if free < 0 else "this connection"
+            calls = self._total if free < 0 else own
+            share = "the maximum" if free < 0 else f"its share of at most {self._limit} calls"
             raise QueueFullError(
-                f"{server if free < 0 else connection}; try again later, or raise the server's "
+                f"{who} has {calls} open calls, {share}; try again later, or raise the server's "
                 "--queue-size"
             )
         self._total += 1

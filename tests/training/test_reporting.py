@@ -164,8 +164,13 @@ def test_logging_of_the_program_is_respected(capsys: pytest.CaptureFixture[str])
     logger, own = logging.getLogger("maskrcnn_trt"), logging.StreamHandler()
     logger.addHandler(own)
     try:
-        for level, lines in ((logging.NOTSET, 1), (logging.WARNING, 0)):
+        for level, own_level, lines in (
+            (logging.NOTSET, logging.NOTSET, 1),
+            (logging.NOTSET, logging.ERROR, 1),
+            (logging.WARNING, logging.NOTSET, 0),
+        ):
             logger.setLevel(level)
+            own.setLevel(own_level)
             with terminal_progress(ALONE):
                 logger.info("a line")
             assert logger.level == level

@@ -130,7 +130,12 @@ def test_models_of_one_engine_are_named_and_compared_with_their_own_torchvision(
         ("eager, small.pth", "2.00"), ("torchvision, small.pth", "1.00"),
         ("eager, large.pth", "2.00"), ("torchvision, large.pth", "1.00"), ("torch", ""),
     ]  # fmt: skip
-    write_record(infer_record(results, machine=H100), tmp_path)  # draws a curve per model
+    unfinished = [r for r in results if (r.model, r.engine) != ("large.pth", "torchvision")]
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in speed_rows("fp16", unfinished, (), ())]
+    assert [row["speedup"] for row in rows] == ["2.00", "1.00", "", ""]
+    failure = InferFailure("large.pth", "torchvision", "fp16", 8, "no memory")
+    page = write_record(infer_record(unfinished, [failure], machine=H100), tmp_path)
+    assert "- torchvision, large.pth in fp16 at batch 8: no memory" in page.read_text()
 
 
 @pytest.mark.parametrize(

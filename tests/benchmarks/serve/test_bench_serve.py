@@ -174,3 +174,4 @@ def test_failed_measurement_keeps_the_results_before_it(
     assert isinstance(result.exception, NoAnswerError)
     (measured,) = json.loads(path.read_text())["results"]
     assert measured["load"]["rate"] == 10
+    assert "(ended early)" in result.stdout

@@ -127,10 +127,10 @@ def test_invalid_token_is_not_quoted(token: Any) -> None:
     assert "cr" not in str(caught.value)
 
 
-@pytest.mark.parametrize("pem", [b"", b"junk", "ca.pem", Path("ca.pem")])
+@pytest.mark.parametrize("pem", [b"", b"-----BEGIN JUNK-----", "ca.pem", Path("ca.pem")])
 @pytest.mark.parametrize("name", ["root_certificate", "certificate", "key"])
 def test_invalid_certificate_is_named(name: str, pem: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{name} is not in PEM format; .*read_bytes\(\)"):
+    with pytest.raises(ValueError, match=rf"{name} is not a .* in PEM format; .*read_bytes\(\)"):
         Credentials(**{name: pem})
 
 

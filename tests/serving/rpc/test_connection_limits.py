@@ -19,6 +19,10 @@ from maskrcnn_trt.serving.rpc import listener
 Encode = Callable[..., bytes]
 
 
+# Identifiers of SETTINGS_INITIAL_WINDOW_SIZE and SETTINGS_MAX_FRAME_SIZE.
+_WINDOW_SETTING, _FRAME_SETTING = 4, 5
+
+
 @pytest.fixture(scope="module")
 def address(wide_bundle: Path) -> Iterator[str]:
     """Address of a server with more slots than calls per connection."""
@@ -35,6 +39,20 @@ def test_concurrent_calls_per_connection_are_limited(address: str) -> None:
         refused = http2.REFUSED_STREAM.to_bytes(4)
         assert [f for f in frames if f[0] == http2.RST_STREAM and f[2] == refused]
         assert frames[-1][1] > 2 * 255
+
+
+def test_bytes_that_no_call_has_read_are_limited(address: str) -> None:
+    request = http2.message(1, pb.DetectRequest(image=bytes(1 << 20)))
+    with http2.connect(address) as connection:
+        (settings, *_) = http2.frames_until(connection, http2.SETTINGS)
+        payload = settings[2]
+        entries = (payload[start : start + 6] for start in range(0, len(payload), 6))
+        values = {int.from_bytes(e[:2]): int.from_bytes(e[2:]) for e in entries}
+        assert values[_WINDOW_SETTING] == values[_FRAME_SETTING] == 4 << 20
+        # gRPC's estimate of the window would send a ping with the response.
+        connection.sendall(http2.call(1) + request + http2.frame(http2.DATA, http2.END_STREAM, 1))
+        frames = http2.frames_until(connection, http2.HEADERS)
+        assert http2.PING not in {kind for kind, _, _ in frames}
 
 
 def test_client_with_too_many_pings_is_disconnected(address: str) -> None:
