@@ -188,8 +188,11 @@ def _measure(
     def collect(measurement: Measurement) -> None:
         measurements.append(measurement)
         label = None
-        if len(models) > 1 and not isinstance(measurement, StageTimes):
-            label = f"{measurement.engine}, {measurement.model}"
+        if not isinstance(measurement, StageTimes):
+            # An engine runs either bundles (folders) or weights files.
+            is_bundle = Path(measurement.model).is_dir()
+            if sum(model.is_dir() == is_bundle for model in models) > 1:
+                label = f"{measurement.engine}, {measurement.model}"
         click.echo(describe_measurement(measurement, label), err=True)
 
     rooflines = measure_rooflines(models, settings) if gpu_names() else []
