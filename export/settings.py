@@ -142,8 +142,8 @@ def checked_dtype(input_dtype: InputDtype | None, preprocessing: Preprocessing) 
     if needs_floats and input_dtype == "uint8":
         raise BundleError(
             "inputs of type uint8 would round pixels to integers, but the resize rule "
-            f"{preprocessing.resize} keeps fractions; omit the input type, or convert the weights "
-            "to a checkpoint with the rule pillow, which rounds pixels (`maskrcnn weights convert` "
-            "with preprocessing.resize=pillow)"
+            f"{preprocessing.resize} keeps fractions; omit --input-dtype (in Python, input_dtype), "
+            "or convert the weights to a checkpoint with the rule pillow, which rounds pixels "
+            "(`maskrcnn weights convert` with preprocessing.resize=pillow)"
         )
     return input_dtype or ("float32" if needs_floats else "uint8")

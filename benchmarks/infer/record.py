@@ -117,6 +117,7 @@ def infer_record(
     precisions = list(dict.fromkeys(asked))
     bucket = results[0].bucket
     goals = infer_goals(results, machine)
+    labels = _engine_labels([*results, *failures])
     tables = [
         ResultTable(
             heading=f"Speed in {precision}, latencies in ms",
@@ -126,7 +127,6 @@ def infer_record(
         for precision in precisions
     ]
     if failures:
-        labels = _engine_labels([*results, *failures])
         reasons = [describe_measurement(f, labels[f.model, f.engine]) for f in failures]
         tables.append(ResultTable(heading="Not measured", remarks=reasons))
     if stages:
@@ -138,7 +138,7 @@ def infer_record(
         tables=tables,
         plots=_plots(
             results,
-            _engine_labels([*results, *failures]),
+            labels,
             stages,
             _SPEED_GOALS if _has_goals(results, machine) else (),
         ),

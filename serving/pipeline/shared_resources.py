@@ -77,14 +77,13 @@ class OpenCalls:
             QueueFullError: the server or the connection has too many open calls.
         """
         own, free = self._open[peer], self._limit - self._total - 1
-        if free < 0 or own > _CALLS_PER_FREE_CALL * free:
-            who = "the server" if free < 0 else "this connection"
-            calls = self._total if free < 0 else own
-            share = "the maximum" if free < 0 else f"its share of at most {self._limit} calls"
-            raise QueueFullError(
-                f"{who} has {calls} open calls, {share}; try again later, or raise the server's "
-                "--queue-size"
-            )
+        excess = None
+        if free < 0:
+            excess = f"the server has {self._total} open calls, the maximum"
+        elif own > _CALLS_PER_FREE_CALL * free:
+            excess = f"this connection has {own} open calls, its share of at most {self._limit}"
+        if excess is not None:
+            raise QueueFullError(f"{excess}; try again later, or raise the server's --queue-size")
         self._total += 1
         self._open[peer] += 1
 

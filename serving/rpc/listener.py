@@ -37,8 +37,8 @@ _MAX_STREAMS = 256
 # multiple of `_MAX_STREAMS`, so that no connection can reach it alone.
 _MAX_PENDING_CALLS = 32 * _MAX_STREAMS
 # Flow-control window of a connection and of each call: the number of bytes that are received before
-# a call reads them. gRPC's own estimate (`bdp_probe`) has no upper limit; while processes wait for
-# the CPU, it grows beyond 100 MB. 4 MiB allow 40 MiB/s at a round-trip time of 100 ms.
+# a call reads them. gRPC's own estimate (`bdp_probe`) has no upper limit, and grows while processes
+# wait for the CPU. 4 MiB allow 40 MiB/s at a round-trip time of 100 ms.
 _WINDOW_BYTES = 4 << 20
 # Minimum interval of client pings while no data is sent to the client. A client that pings more
 # often is disconnected. Our own client pings every `client.connection.KEEPALIVE_S` during calls.
