@@ -15,9 +15,11 @@ import logging
 import mmap
 import os
 import pickle
+import select
 import sys
 import threading
 import weakref
+from array import array
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -101,14 +103,18 @@ class Channel:
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
         parts = [memoryview(data), *(buffer.raw() for buffer in buffers)]
         self._outgoing.write(parts)
-        self._connection.send([part.nbytes for part in parts])
+        # As an array, because pickling a list and waking up with it takes three times as long.
+        self._connection.send_bytes(array("Q", [part.nbytes for part in parts]))
 
     def poll(self, timeout_s: float | None) -> bool:
         """Return True when a message arrives or the other end closes; False after `timeout_s`.
 
         `timeout_s` is in seconds. None: wait without a limit.
         """
-        return self._connection.poll(timeout_s)
+        # Not `Connection.poll`, which builds a selector and takes several times as long.
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 
     def receive(self, *, copy: bool) -> Any:
         """Wait for the next message and return it.
@@ -120,7 +126,8 @@ class Channel:
         Raises:
             EOFError: the other end is closed.
         """
-        data, *buffers = self._incoming.read(self._connection.recv())
+        lengths = array("Q", self._connection.recv_bytes())
+        data, *buffers = self._incoming.read(lengths)
         return pickle.loads(data, buffers=map(bytearray, buffers) if copy else buffers)
 
     def close(self) -> None:
