@@ -33,7 +33,7 @@ _SPEED_MEANINGS = {
     "images/s": "images whose detections arrived within the measurement, per second",
     "p50 to p99, max": "latency of requests that were answered with detections; in open loops, it "
     "counts from the time at which an image was due to be sent",
-    "refused": "number of requests that ended without detections",
+    "failed": "number of requests that ended without detections",
 }
 _TIMES_NOTE = """\
 The table of times by stage has means over the answered requests. The server reports the times of
@@ -111,11 +111,11 @@ def serve_record(
 
 def describe_result(result: ServeResult) -> str:
     """Describe a result in one line, as in `4 clients: 30.5 images/s, p50 126 ms, p99 198 ms`."""
-    refused = result.refused_requests
+    failed = result.failed_requests
     return (
         f"{load_name(result.load)}: {result.images_per_second:.1f} images/s, "
         f"p50 {format_ms(result.latency.p50)} ms, p99 {format_ms(result.latency.p99)} ms"
-        + (f", {refused} refused" if refused else "")
+        + (f", {failed} failed" if failed else "")
     )
 
 
@@ -187,7 +187,7 @@ def _throughput_goal(best: ServeResult, bulk: BulkResult) -> str:
 def _latency_goal(
     result: ServeResult, load: OpenLoop, best: ServeResult, max_delay_ms: float | None
 ) -> str:
-    """Return sentences on latency, refused requests and server memory under an open loop.
+    """Return sentences on latency, failed requests and server memory under an open loop.
 
     If the rate of `load` is below the throughput of `best`, and `max_delay_ms` is known, the
     sentences also compare the latency with a goal.
@@ -199,17 +199,17 @@ def _latency_goal(
         max_delay_ms: the server's option `--max-delay-ms`, from which the goal is computed. None:
             it is unknown.
     """
-    refused = result.refused_requests
-    refusal = f"{refused} of {refused + result.requests} requests were refused"
-    if refused:
-        slowest = max(r.latency.p99 for r in result.refusals)
-        refusal += f", 99% of these within {slowest:.1f} ms"
+    failed = result.failed_requests
+    failure = f"{failed} of {failed + result.requests} requests failed"
+    if failed:
+        slowest = max(r.latency.p99 for r in result.failures)
+        failure += f", 99% of these within {slowest:.1f} ms"
     times = "random times" if load.arrivals == "poisson" else "equal intervals"
     parts = [
         f"Load {load_name(load, best)}: {load.rate:.1f} images/s are sent at {times}",
         f"This rate is {load.rate / best.images_per_second:.0%} of the "
         f"{best.images_per_second:.1f} images/s with {load_name(best.load)}",
-        refusal,
+        failure,
         f"The p99 latency of answered requests is {result.latency.p99:.1f} ms",
     ]
     if max_delay_ms is not None and load.rate < best.images_per_second:
@@ -265,9 +265,9 @@ def _plot_latency(axes: "Axes", results: Sequence[ServeResult]) -> None:
     loads = _ticks(results)
     for name in ("p50", "p90", "p95", "p99"):
         axes.plot(loads, [getattr(r.latency, name) for r in results], "o-", label=name)
-    if any(r.refusals for r in results):
-        slowest = [max((f.latency.p99 for f in r.refusals), default=math.nan) for r in results]
-        axes.plot(loads, slowest, "kx", label="p99 of refusals")
+    if any(r.failures for r in results):
+        slowest = [max((f.latency.p99 for f in r.failures), default=math.nan) for r in results]
+        axes.plot(loads, slowest, "kx", label="p99 of failures")
     axes.set_yscale("log")
     axes.set(xlabel="clients" if closed else "images per second, offered", ylabel="ms")
     axes.set_title("Latency of clients" if closed else "Latency at a given rate")

@@ -33,7 +33,7 @@ STAGES = tuple(field.name for field in fields(RequestTimes))
 
 
 @dataclass(frozen=True)
-class Refusals:
+class Failures:
     """Number and latency of the requests that failed with one gRPC or HTTP status."""
 
     # Name of the gRPC status, or `HTTP` and the status code.
@@ -76,15 +76,15 @@ class ServeResult:
     mean_batch_size: float
     times: RequestTimes
     # Requests that were due within the measurement and ended without detections, by status.
-    refusals: list[Refusals]
+    failures: list[Failures]
     client: ClientUse
     # Resource use of the server. None: unknown, because the benchmark did not start the server.
     server: ProcessUsage | None
 
     @property
-    def refused_requests(self) -> int:
+    def failed_requests(self) -> int:
         """Number of failed requests that were due within the measurement."""
-        return sum(refusals.requests for refusals in self.refusals)
+        return sum(failures.requests for failures in self.failures)
 
     @property
     def server_memory_mib(self) -> tuple[float, float] | None:
@@ -125,11 +125,11 @@ def result_from_logs(
         r for r in requests if r.status == "OK" and window.start <= r.received < window.end
     ]
     due = [r for r in requests if r.due >= window.start]
-    answered, refused = _by_outcome(due)
+    answered, failed = _by_outcome(due)
     if not answered or not completed:
-        if refused and not answered:
+        if failed and not answered:
             raise NoAnswerError(
-                f"all requests that were due in a measurement failed with {', '.join(refused)}; "
+                f"all requests that were due in a measurement failed with {', '.join(failed)}; "
                 "check that the server still runs, lower the load, or raise --timeout"
             )
         raise NoAnswerError(
@@ -154,7 +154,7 @@ def result_from_logs(
         latency=latency,
         mean_batch_size=mean_batch_size,
         times=RequestTimes(decode, queue, infer, encode, rest),
-        refusals=[Refusals(s, len(r), _latency_of(r)) for s, r in sorted(refused.items())],
+        failures=[Failures(s, len(r), _latency_of(r)) for s, r in sorted(failed.items())],
         client=ClientUse(max(cpu_s) / seconds, lag_ms, sum(cpu_s) / seconds),
         server=server,
     )

@@ -1,4 +1,4 @@
-"""Tables of the serving benchmark: speed, stages, refusals, CPU and memory use."""
+"""Tables of the serving benchmark: speed, stages, failures, CPU and memory use."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -23,7 +23,7 @@ def serve_tables(results: Sequence[ServeResult]) -> list[ResultTable]:
         best = fastest([other for other in results if other.max_batch == r.max_batch])
         name = (load_name(r.load, best), str(r.max_batch))
         latencies = (format_ms(getattr(r.latency, key)) for key in _LATENCIES)
-        speed.append((*name, f"{r.images_per_second:.1f}", *latencies, str(r.refused_requests)))
+        speed.append((*name, f"{r.images_per_second:.1f}", *latencies, str(r.failed_requests)))
         stages = (format_ms(getattr(r.times, key)) for key in STAGES)
         outside = (r.times.decode + r.times.encode + r.times.rest) / r.latency.mean
         times.append((*name, f"{r.mean_batch_size:.1f}", *stages, f"{outside:.1%}"))
@@ -35,9 +35,9 @@ def serve_tables(results: Sequence[ServeResult]) -> list[ResultTable]:
     return [
         ResultTable(
             heading="Speed, latencies in ms",
-            columns=(*columns, "images/s", *_LATENCIES, "refused"),
+            columns=(*columns, "images/s", *_LATENCIES, "failed"),
             rows=speed,
-            remarks=_refusals(results),
+            remarks=_failures(results),
             optional_column=_MAX_BATCH,
         ),
         ResultTable(
@@ -56,13 +56,13 @@ def serve_tables(results: Sequence[ServeResult]) -> list[ResultTable]:
     ]
 
 
-def _refusals(results: Sequence[ServeResult]) -> list[str]:
+def _failures(results: Sequence[ServeResult]) -> list[str]:
     return [
-        f"Load {load_name(r.load)}: {f.requests} of {r.requests + r.refused_requests} requests "
+        f"Load {load_name(r.load)}: {f.requests} of {r.requests + r.failed_requests} requests "
         f"ended with the status {f.status}. Half of the requests with this status ended within "
         f"{format_ms(f.latency.p50)} ms, and 99% within {format_ms(f.latency.p99)} ms."
         for r in results
-        for f in r.refusals
+        for f in r.failures
     ]
 
 

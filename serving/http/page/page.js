@@ -78,7 +78,9 @@ async function detect(blob, fileName) {
     if (own.signal.aborted) return;
     present(bitmap, result, performance.now() - start, fileName);
   } catch (error) {
-    if (!own.signal.aborted) show(error.message, true);
+    if (own.signal.aborted) return;
+    element("result").hidden = true; // it belongs to the previous image
+    show(error.message, true);
   }
 }
 

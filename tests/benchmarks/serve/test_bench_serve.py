@@ -56,7 +56,7 @@ def test_server_of_a_bundle_is_measured_and_stopped(bundle: Path, tmp_path: Path
     assert 1 < six["mean_batch_size"] <= 3
     assert 1 < streamed["mean_batch_size"] <= 3
     for measured in report["results"]:
-        assert not measured["refusals"]
+        assert not measured["failures"]
         assert measured["offered_per_second"] == measured["requests"] / 0.5
         assert sum(measured["times"].values()) == pytest.approx(measured["latency"]["mean"])
         assert min(measured["times"].values()) >= 0
@@ -69,8 +69,8 @@ def test_server_of_a_bundle_is_measured_and_stopped(bundle: Path, tmp_path: Path
     assert "of gRPC's" in page.read_text()
 
 
-def refused(result: ServeResult) -> dict[str, int]:
-    return {refusals.status: refusals.requests for refusals in result.refusals}
+def failed(result: ServeResult) -> dict[str, int]:
+    return {failures.status: failures.requests for failures in result.failures}
 
 
 @pytest.mark.slow
@@ -85,17 +85,17 @@ def test_rejected_requests_are_counted_separately(server: ServerProcess) -> None
     )
     closed, streamed, opened = measure_server(server.address, settings, server.pid)
     assert (closed.load, opened.load) == (ClosedLoop(12), OpenLoop(200, "constant"))
-    assert refused(closed).keys() == refused(opened).keys() == {"RESOURCE_EXHAUSTED"}
-    assert not refused(streamed)  # requests on a stream wait
+    assert failed(closed).keys() == failed(opened).keys() == {"RESOURCE_EXHAUSTED"}
+    assert not failed(streamed)  # requests on a stream wait
     assert streamed.requests
-    assert refused(opened)["RESOURCE_EXHAUSTED"] + opened.requests == 200
+    assert failed(opened)["RESOURCE_EXHAUSTED"] + opened.requests == 200
     assert opened.offered_per_second == 200
 
 
 @pytest.mark.parametrize(
     ("error", "fact", "settings"),
     [
-        # Late responses count as refused.
+        # Late responses count as failed.
         (
             NoAnswerError,
             "DEADLINE_EXCEEDED",
@@ -151,7 +151,7 @@ def test_server_with_tls_and_tokens_is_measured(bundle: Path, tmp_path: Path) ->
     assert result.exit_code == 0, result.output
     for measured in json.loads(record.read_text())["results"]:
         assert measured["requests"]
-        assert not measured["refusals"]
+        assert not measured["failures"]
 
 
 def test_rates_alone_need_no_closed_loop(server: ServerProcess, tmp_path: Path) -> None:

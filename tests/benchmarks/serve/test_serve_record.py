@@ -14,7 +14,7 @@ from maskrcnn_trt.benchmarks.common.record import write_record
 from maskrcnn_trt.benchmarks.common.timing import Latency
 from maskrcnn_trt.benchmarks.serve.load import ClosedLoop, HttpLoop, Load, OpenLoop
 from maskrcnn_trt.benchmarks.serve.record import describe_result, serve_goals, serve_record
-from maskrcnn_trt.benchmarks.serve.results import ClientUse, Refusals, RequestTimes, ServeResult
+from maskrcnn_trt.benchmarks.serve.results import ClientUse, Failures, RequestTimes, ServeResult
 
 H100 = MachineInfo(
     "a CPU", 16, ("NVIDIA H100 80GB HBM3 (driver 580.1)",), "3.12.3", {"torch": "2.11"}
@@ -33,7 +33,7 @@ def make_result(load: Load, rate: float, milliseconds: float, max_batch: int = 8
         latency=Latency(*([milliseconds] * 6)),
         mean_batch_size=7.5,
         times=RequestTimes(*(share * milliseconds for share in (0.1, 0.2, 0.5, 0.1, 0.1))),
-        refusals=[],
+        failures=[],
         client=ClientUse(0.25, 0.5, 0.75),
         server=ProcessUsage(
             3.5,
@@ -54,7 +54,7 @@ RESULTS = (
     make_result(OpenLoop(540, "constant"), 540, 33),
     replace(
         make_result(OpenLoop(900), 590, 200),
-        refusals=[Refusals("RESOURCE_EXHAUSTED", 300, Latency(*([2.0] * 6)))],
+        failures=[Failures("RESOURCE_EXHAUSTED", 300, Latency(*([2.0] * 6)))],
     ),
     make_result(ClosedLoop(64), 400, 80, max_batch=1),
     make_result(ClosedLoop(64, streamed=True), 700, 18),
@@ -74,7 +74,7 @@ def test_page_and_plots(tmp_path: Path) -> None:
     )
     assert "| 1 client | front end 1 | main | 1 | 5.00 |" in text
     assert "| 1 client | worker 2 | batch | 5 | 20.00 |" in text
-    refusals = next(
+    failures = next(
         line for line in text.splitlines() if line.startswith("- Load poisson 900.0/s: ")
     )
     for fact in (
@@ -82,7 +82,7 @@ def test_page_and_plots(tmp_path: Path) -> None:
         "RESOURCE_EXHAUSTED",
         "Half of the requests with this status ended within 2.0",
     ):
-        assert fact in refusals
+        assert fact in failures
     with Image.open(page.with_suffix(".png")) as image:
         assert min(image.size) > 500
     content = json.loads(page.with_suffix(".json").read_text())
@@ -99,13 +99,13 @@ def test_goals_compare_with_the_engine_and_unbatched_serving() -> None:
         "64 clients streamed: the server reaches 700.0 images/s. This is 88%"
     )
     assert "1.50 times" in batching
-    for fact in ("0 of 900 requests were refused", "31.0 ms", "32.0 ms:", "The goal is met"):
+    for fact in ("0 of 900 requests failed", "31.0 ms", "32.0 ms:", "The goal is met"):
         assert fact in half
     assert "constant 540.0/s (90%)" in most
     assert "32.0 ms:" in most
     assert "The goal is missed" in most
     for fact in (
-        "300 of 1200 requests were refused",
+        "300 of 1200 requests failed",
         "99% of these within 2.0 ms",
         "200.0 ms",
         "100 to 105 MiB",
@@ -126,7 +126,7 @@ def test_record_of_one_load(results: list[ServeResult], tmp_path: Path) -> None:
 
 def test_result_is_described_in_one_line() -> None:
     assert describe_result(RESULTS[0]) == "1 client: 100.0 images/s, p50 10.0 ms, p99 10.0 ms"
-    assert describe_result(RESULTS[4]).endswith("p99 200 ms, 300 refused")
+    assert describe_result(RESULTS[4]).endswith("p99 200 ms, 300 failed")
 
 
 def test_http_is_compared_with_as_many_clients_over_grpc() -> None:
