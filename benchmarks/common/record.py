@@ -112,8 +112,9 @@ class Record:
 def publish(record: Record, json_path: Path | None = None, folder: Path | None = None) -> None:
     """Print the tables of a record, and write its files.
 
-    If this function is called while an exception is handled, as in a `finally` block, the title of
-    the record states that the benchmark ended early.
+    If this function is called while an exception is handled, as in a `finally` block, the benchmark
+    has ended early. The title of the record then states this, and its files are named
+    `<subject>-partial-...`, so that they do not replace a complete record.
 
     Args:
         record: the record.
@@ -122,7 +123,8 @@ def publish(record: Record, json_path: Path | None = None, folder: Path | None =
             content as `json_path`. None: write none of these three files.
     """
     if sys.exception() is not None:
-        record = replace(record, title=f"{record.title} (ended early)")
+        title, subject = f"{record.title} (ended early)", f"{record.subject}-partial"
+        record = replace(record, title=title, subject=subject)
     console = table_console()
     console.print(Text(record.title, style="bold"))
     for table in record.tables:

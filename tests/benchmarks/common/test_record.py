@@ -101,6 +101,20 @@ def test_terminal_omits_columns_without_information(
     assert json.loads((tmp_path / "new" / "speed.json").read_text())["extra"]["rate"] == 3.0
 
 
+def test_partial_record_does_not_replace_a_complete_one(tmp_path: Path):
+    publish(record(), folder=tmp_path)
+    complete = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        publish(record(), folder=tmp_path)
+    assert {path: path.read_bytes() for path in complete} == complete
+    new = set(tmp_path.iterdir()) - complete.keys()
+    assert {path.name for path in new} == {
+        f"speed-partial-h100-202611.{suffix}" for suffix in ("md", "json", "png")
+    }
+
+
 def test_commit_is_not_that_of_another_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The package can be installed in the environment of a project with a Git repository."""
     own = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
