@@ -26,7 +26,7 @@ from .runners import (
     BatchRun,
     BundleRunner,
     DataPlace,
-    EngineChoice,
+    EngineSpec,
     InferBaseline,
     TorchRunner,
     first_bucket,
@@ -176,26 +176,26 @@ def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[M
     return list(iterate_in_process(measure_matmul_rooflines, floats, config, bucket))
 
 
-def engine_choices(models: Sequence[Path], settings: InferSettings) -> Iterator[EngineChoice]:
+def engine_choices(models: Sequence[Path], settings: InferSettings) -> Iterator[EngineSpec]:
     """Yield the engines to measure. In each precision, baselines come after the models."""
     with_torchvision = "torchvision" in settings.peers
     with_onnxruntime = "onnxruntime" in settings.peers and settings.backend != "onnxruntime"
     for precision in settings.precisions:
         for model in models:
-            yield EngineChoice(model, precision, settings.backend)
+            yield EngineSpec(model, precision, settings.backend)
         for model in models:
             if with_torchvision and model.is_file():
-                yield EngineChoice(model, precision, with_torchvision=True)
+                yield EngineSpec(model, precision, with_torchvision=True)
             if with_onnxruntime and model.is_dir():
-                yield EngineChoice(model, precision, "onnxruntime")
+                yield EngineSpec(model, precision, "onnxruntime")
 
 
-def _failure(choice: EngineChoice, batch: int | None, reason: str) -> InferFailure:
+def _failure(choice: EngineSpec, batch: int | None, reason: str) -> InferFailure:
     return InferFailure(str(choice.model), choice.name, choice.precision, batch, reason)
 
 
 def _measure_in_process(
-    choice: EngineChoice, bucket: ShapeBucket, settings: InferSettings
+    choice: EngineSpec, bucket: ShapeBucket, settings: InferSettings
 ) -> Iterator[Measurement]:
     if choice.backend == "onnxruntime" and choice.precision == "bf16":
         yield _failure(
@@ -209,7 +209,7 @@ def _measure_in_process(
 
 
 def _measure_engine(
-    choice: EngineChoice, bucket: ShapeBucket, settings: InferSettings
+    choice: EngineSpec, bucket: ShapeBucket, settings: InferSettings
 ) -> Iterator[Measurement]:
     """Measure an engine at each batch size in ascending order.
 
@@ -241,7 +241,7 @@ def _measure_engine(
 
 
 def _measure_batches(
-    choice: EngineChoice,
+    choice: EngineSpec,
     runner: BundleRunner | TorchRunner,
     batches: list[NDArray[np.uint8]],
     measure: Callable[[BatchRun, int], Measurement | None],
@@ -258,7 +258,7 @@ def _measure_batches(
 
 
 def _measure_speed(
-    choice: EngineChoice, run: BatchRun, bucket: ShapeBucket, batch: int, settings: InferSettings
+    choice: EngineSpec, run: BatchRun, bucket: ShapeBucket, batch: int, settings: InferSettings
 ) -> InferResult:
     measure_durations(run.run, _WARMUP_SHARE * settings.seconds, settings.warmup)
     detections = sum(run.count_detections(run.run()))

@@ -60,7 +60,7 @@ class BatchRun:
 
 
 @dataclass(frozen=True)
-class EngineChoice:
+class EngineSpec:
     """Engine to measure: a model, its precision, and the backend or baseline that runs it."""
 
     # Path of a bundle (a folder) or of a checkpoint (a file).

@@ -26,7 +26,7 @@ from ..errors import (
 )
 from ..grpc_status import CallOutcome, status_and_message
 from ..messages import REQUEST_ID_KEY
-from ..monitoring.logs import name_call
+from ..monitoring.logs import set_request_id
 from ..monitoring.telemetry import Tracer
 from ..rpc.access_control import ADMIN_METHODS, AccessInterceptor
 
@@ -189,7 +189,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request: check access, call `respond`, and send the response or the error."""
         call = HttpCall(scope, receive, send, self._transport.config.max_message_mb << 20)
-        call_id = name_call(call.request.headers.get(REQUEST_ID_KEY, ""))
+        call_id = set_request_id(call.request.headers.get(REQUEST_ID_KEY, ""))
         try:
             tracing = self._transport.tracer.http_request(scope["method"], self._path, call)
             with tracing as record_status:

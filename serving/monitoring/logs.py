@@ -51,7 +51,7 @@ _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.
 _BURST_END_S: Final = 10.0
 
 
-def name_call(client_id: str) -> str:
+def set_request_id(client_id: str) -> str:
     """Set the request ID for log records of the current asyncio task, and return it.
 
     Args:
@@ -62,7 +62,7 @@ def name_call(client_id: str) -> str:
     return call_id
 
 
-def name_request(message_id: str) -> None:
+def extend_request_id(message_id: str) -> None:
     """Append `/MESSAGE_ID` to the request ID in log records of the current asyncio task.
 
     Args:

@@ -12,7 +12,7 @@ import grpc
 from ..detections import Timing
 from ..errors import ModelNotFoundError, ServingError
 from ..grpc_status import CallContext, status_from_error
-from .logs import AccessLog, name_request
+from .logs import AccessLog, extend_request_id
 from .metrics import Metrics
 
 # Status codes that count as server errors in OpenTelemetry's semantic conventions.
@@ -71,7 +71,7 @@ class Telemetry:
             Context manager that yields an empty list, to which the caller appends the timing of
             each image.
         """
-        name_request(message_id)
+        extend_request_id(message_id)
         name = name if name in served else next(iter(served))
         return _Recording(self.metrics, self._access_log, name, version, peer, size)
 

@@ -20,7 +20,7 @@ from ..config import ServeConfig, address_of
 from ..errors import ServingError
 from ..grpc_status import drop_client_faults
 from ..messages import REQUEST_ID_KEY
-from ..monitoring.logs import name_call
+from ..monitoring.logs import set_request_id
 from ..monitoring.telemetry import Tracer
 from .certificates import ServerCertificate
 
@@ -206,7 +206,7 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg
 
         async def traced(request: Any, context: Any) -> Any:
             metadata = dict(context.invocation_metadata() or ())
-            call_id = name_call(str(metadata.get(REQUEST_ID_KEY, "")))
+            call_id = set_request_id(str(metadata.get(REQUEST_ID_KEY, "")))
             context.set_trailing_metadata(((REQUEST_ID_KEY, call_id),))
             with self._tracer.call(method, context):
                 return await behaviour(request, context)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..config import ConfigError, DatasetConfig
 from ..config_sources import CONFIG_FILE
-from ..data.coco.dataset import DataError, SourceContent
+from ..data.coco.dataset import CocoContent, DataError
 from ..data.coco.splits import splits_named
 from ..data.convert.conversion import coco_json, write_coco_file
 from ..data.convert.labelme import is_labelme_file
@@ -30,7 +30,7 @@ class ChosenSplits:
     # Names of the entries that were left out, by reason.
     faults: Mapping[str, Sequence[str]]
     # Annotations to write, by path of the COCO file.
-    converted: Mapping[Path, SourceContent]
+    converted: Mapping[Path, CocoContent]
 
     def write(self) -> None:
         """Write the converted annotations.
@@ -80,7 +80,7 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
     if val is None:
         return _held_out(train, layout.splits[train], folder)
     faults: dict[str, Sequence[str]] = {}
-    converted: dict[Path, SourceContent] = {}
+    converted: dict[Path, CocoContent] = {}
     configs = {}
     for name in (train, val):
         split = layout.splits[name]
@@ -90,7 +90,7 @@ def choose_splits(layout: DataLayout, folder: Path) -> ChosenSplits:
             faults |= {f"{name}: {reason}": names for reason, names in source.faults.items()}
             path = _checked(folder / f"{name}.json", split)
             configs[name] = DatasetConfig(images=split.images, annotations=path)
-            converted[path] = SourceContent(source.content, {})
+            converted[path] = CocoContent(source.content, {})
     return ChosenSplits(
         train=configs[train],
         val=configs[val],
@@ -143,7 +143,7 @@ def _held_out(name: str, split: LayoutSplit, folder: Path) -> ChosenSplits:
     for found in (source, *parts.values()):
         for reason, names in found.faults.items():
             faults[reason].extend(names)
-    train, val = (SourceContent(parts[part].content, {}) for part in ("train", "val"))
+    train, val = (CocoContent(parts[part].content, {}) for part in ("train", "val"))
     counts = [len(part.content["images"]) for part in (train, val)]
     parts_to_write = {"train": train, "val": val} if counts[1] else {"train": train}
     converted = {

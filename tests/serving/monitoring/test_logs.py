@@ -22,7 +22,12 @@ from triton_requests import MODEL
 from maskrcnn_trt.protos.maskrcnn.v1 import detector_pb2 as pb
 from maskrcnn_trt.protos.maskrcnn.v1.detector_pb2_grpc import DetectorStub
 from maskrcnn_trt.serving.errors import ModelNotFoundError, QueueFullError
-from maskrcnn_trt.serving.monitoring.logs import AccessLog, name_call, name_request, request_id
+from maskrcnn_trt.serving.monitoring.logs import (
+    AccessLog,
+    extend_request_id,
+    request_id,
+    set_request_id,
+)
 
 Encode = Callable[..., bytes]
 
@@ -184,12 +189,12 @@ def test_blocked_log_pipe_does_not_block_requests(wide_bundle: Path, tmp_path: P
 
 PROGRAM = """
 import logging
-from maskrcnn_trt.serving.monitoring.logs import configure_logs, name_call, name_request
+from maskrcnn_trt.serving.monitoring.logs import configure_logs, set_request_id, extend_request_id
 configure_logs("{form}", "info")
 log, other = logging.getLogger("maskrcnn_trt.serving.x"), logging.getLogger("other")
 log.info("without request")
-name_call("call")
-name_request("1")
+set_request_id("call")
+extend_request_id("1")
 log.info("%s request", "with", extra={{"answer": 42, "omitted": 7}})
 log.debug("too much")
 other.info("too much")
@@ -275,7 +280,7 @@ def test_unwritable_log_is_no_failure() -> None:
 
 @pytest.mark.parametrize("invalid", ["", "a b", "a\nb", "a\u2028b", 'a"', "x" * 129, "é"])
 def test_ids_that_could_forge_log_lines_are_replaced(invalid: str) -> None:
-    assert re.fullmatch("[0-9a-f]{32}", name_call(invalid))
-    assert name_call("good") == "good"
-    name_request(invalid)
+    assert re.fullmatch("[0-9a-f]{32}", set_request_id(invalid))
+    assert set_request_id("good") == "good"
+    extend_request_id(invalid)
     assert request_id.get() == "good"

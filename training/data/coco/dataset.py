@@ -36,7 +36,7 @@ class DataError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class SourceContent:
+class CocoContent:
     """Content of a COCO file, and names of the entries that conversion or editing left out."""
 
     content: dict[str, Any]
@@ -86,7 +86,7 @@ class CocoDataset:
         self,
         config: DatasetConfig,
         on_broken: Literal["skip", "refuse"] = "skip",
-        source: SourceContent | None = None,
+        source: CocoContent | None = None,
     ) -> None:
         """Read and validate the annotation file.
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from ....model.atomic_files import atomic_write
 from ....model.bundle.manifest import Category
 from ....model.plurals import counted
-from ..coco.dataset import DataError, SourceContent, read_coco_file
+from ..coco.dataset import CocoContent, DataError, read_coco_file
 from ..coco.splits import is_split_name
 
 
@@ -117,7 +117,7 @@ def write_coco_files(
 
 def write_splits(
     folder: Path,
-    contents: Mapping[str, Callable[[], SourceContent]],
+    contents: Mapping[str, Callable[[], CocoContent]],
     *,
     overwrite: bool,
     sources: Collection[Path] = (),
@@ -181,18 +181,18 @@ def _image_names(content: Mapping[str, Any]) -> set[str]:
     return {str(image.get("file_name")) for image in content["images"]}
 
 
-def write_coco_file(path: Path, source: SourceContent) -> WrittenSplit:
+def write_coco_file(path: Path, source: CocoContent) -> WrittenSplit:
     """Write the content of a split to a COCO file atomically. Return its path and counts."""
     with atomic_write(path) as file:
         return _write(file, path, source)
 
 
-def coco_json(source: SourceContent) -> bytes:
+def coco_json(source: CocoContent) -> bytes:
     """Return the content of a split as the bytes of a COCO file."""
     return json.dumps(source.content).encode()
 
 
-def _write(file: BinaryIO, path: Path, source: SourceContent) -> WrittenSplit:
+def _write(file: BinaryIO, path: Path, source: CocoContent) -> WrittenSplit:
     content = source.content
     file.write(coco_json(source))
     # Flush to the disk now. Afterwards, only the rename can fail.
@@ -205,7 +205,7 @@ def _write(file: BinaryIO, path: Path, source: SourceContent) -> WrittenSplit:
 
 def source_content(
     dataset: ForeignDataset, split: SourceSplit, on_image: Callable[[], object] = lambda: None
-) -> SourceContent:
+) -> CocoContent:
     """Convert a split to the content of a COCO file. Call `on_image` before each image.
 
     Raises:
@@ -237,4 +237,4 @@ def source_content(
         "annotations": annotations,
         "categories": [category.model_dump() for category in dataset.categories],
     }
-    return SourceContent(content, faults)
+    return CocoContent(content, faults)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...config import DatasetConfig
-from ..coco.dataset import CocoDataset, DataError, SourceContent, read_coco_file, read_json
+from ..coco.dataset import CocoContent, CocoDataset, DataError, read_coco_file, read_json
 from ..coco.numbers import id_from
 from ..coco.splits import annotation_files, find_splits, image_folder, pair_splits, splits_named
 from ..folders import files_below
@@ -32,18 +32,18 @@ class LayoutSplit:
     annotations: Path
     # Function that returns the annotations as the content of a COCO file. None: `annotations` is a
     # COCO file that can be used unchanged.
-    convert: Callable[[], SourceContent] | None = None
+    convert: Callable[[], CocoContent] | None = None
 
     @property
     def config(self) -> DatasetConfig:
         """Paths of the split's image folder and annotations (not always in COCO format)."""
         return DatasetConfig(images=self.images, annotations=self.annotations)
 
-    def content(self) -> SourceContent:
+    def content(self) -> CocoContent:
         """Return the split's annotations as the content of a COCO file."""
         if self.convert is not None:
             return self.convert()
-        return SourceContent(read_coco_file(self.annotations), {})
+        return CocoContent(read_coco_file(self.annotations), {})
 
     def load(self, on_broken: Literal["skip", "refuse"] = "skip") -> CocoDataset:
         """Read and validate the split's annotations. If necessary, convert them to COCO format.
@@ -215,9 +215,9 @@ def _group_categories(contents: Sequence[Mapping[str, Any]]) -> frozenset[int | 
     )
 
 
-def _without(content: dict[str, Any], groups: frozenset[int | str | None]) -> SourceContent:
+def _without(content: dict[str, Any], groups: frozenset[int | str | None]) -> CocoContent:
     kept = [c for c in content["categories"] if id_from(c.get("id")) not in groups]
-    return SourceContent({**content, "categories": kept}, {})
+    return CocoContent({**content, "categories": kept}, {})
 
 
 def _json_files(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ....model.bundle.spec import MAX_PIXELS
 from ..coco.annotations import InvalidAnnotationError, instance_from_annotation, is_possible_area
-from ..coco.dataset import DataError, SourceContent, distinct_names
+from ..coco.dataset import CocoContent, DataError, distinct_names
 from ..coco.image_paths import find_image_paths
 from ..coco.numbers import id_from, integer_from
 
@@ -22,7 +22,7 @@ Content = dict[str, Any]
 _COPY_SUFFIX = re.compile(r"\.rf\.[0-9a-zA-Z]+(?=\.\w+$)")
 
 
-def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, SourceContent]:
+def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, CocoContent]:
     """Divide a data set into parts by a hash of the image file names.
 
     An image therefore stays in its part when the data set grows. All augmented copies that Roboflow
@@ -65,7 +65,7 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, So
             if fault is not None and start <= value < end:
                 faults[fault].append(str(image.get("file_name") or image.get("id")))
         own = [image for image, value in valid if start <= value < end]
-        parts[name] = SourceContent(_with_images(content, own), faults)
+        parts[name] = CocoContent(_with_images(content, own), faults)
     return parts
 
 
@@ -82,7 +82,7 @@ class Merged(NamedTuple):
 
     # Deepest folder that contains all image folders. File names in `source` are relative to it.
     root: Path
-    source: SourceContent
+    source: CocoContent
     # File names of images whose file does not exist.
     missing: list[str]
 
@@ -153,7 +153,7 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> Merged:
         "annotations": annotations,
         "categories": sorted(categories.values(), key=lambda category: category["id"]),
     }
-    return Merged(root, SourceContent(merged_content, faults), missing)
+    return Merged(root, CocoContent(merged_content, faults), missing)
 
 
 def filter_content(
@@ -162,7 +162,7 @@ def filter_content(
     classes: Collection[str] | None = None,
     min_area: float = 0.0,
     drop_empty: bool = False,
-) -> SourceContent:
+) -> CocoContent:
     """Return a data set with only the annotations of given classes and of a minimum area.
 
     Annotations of unknown categories are dropped, and listed in the `faults` of the result.
@@ -205,7 +205,7 @@ def filter_content(
         for annotation in content["annotations"]
         if id_from(annotation.get("category_id")) not in listed
     ]
-    return SourceContent(filtered, {"annotations: unknown category": dropped} if dropped else {})
+    return CocoContent(filtered, {"annotations: unknown category": dropped} if dropped else {})
 
 
 def _selected_classes(
