@@ -69,7 +69,7 @@ class FirstRunStep(NamedTuple):
     patterns: tuple[str, ...] = ()
     # Regular expression that the output must not match. "": there is no such expression.
     fault: str = ""
-    # File that is copied into the report folder if the step fails. "": copy no file.
+    # File that is copied into the report folder after the step, if it exists. "": copy no file.
     file: str = ""
 
 
@@ -195,8 +195,8 @@ def run_steps(steps: Sequence[FirstRunStep], report: Path, first: int = 1) -> bo
 
     Args:
         steps: The steps.
-        report: Output folder. It gets a file with the output of each step, and `machine.txt` with
-            the GPU and the package versions.
+        report: Output folder. It gets a file with the output of each step, the log files of
+            training and build, and `machine.txt` with the GPU and the package versions.
         first: Number of the first step to run, from 1.
     """
     report.mkdir(parents=True, exist_ok=True)
@@ -208,9 +208,10 @@ def run_steps(steps: Sequence[FirstRunStep], report: Path, first: int = 1) -> bo
         output, problem = _run(step)
         path = report / f"{number:02}.txt"
         path.write_text(output)
+        # Also if the step passed, because the build log can explain why a later step fails.
+        if Path(step.file).is_file():
+            shutil.copy(step.file, report)
         if problem:
-            if Path(step.file).is_file():
-                shutil.copy(step.file, report)
             click.echo(_failure(number, step, output, problem, report))
             return False
         click.echo(f"     ok, {time.monotonic() - start:.0f} s, output in {path}")

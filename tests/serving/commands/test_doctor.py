@@ -71,6 +71,7 @@ def test_first_step_without_tensorrt(report: Path, monkeypatch: pytest.MonkeyPat
         (FirstRunStep(("json.tool --help",), "", ("usage", "absent")), "absent"),
         (FirstRunStep(("json.tool --help",), "", fault="usage"), "usage"),
         (FirstRunStep(("json.tool none.json",), "", file="kept.log"), "exit code"),
+        (FirstRunStep(("json.tool --help",), "", file="kept.log"), ""),
         (FirstRunStep(("json.tool same.json", "json.tool near.json"), ""), ""),
         (FirstRunStep(("json.tool same.json", "json.tool far.json"), ""), "0.4000 and 0.4100"),
     ],

@@ -96,8 +96,9 @@ def inspect(
     """Print statistics of a data set, and report invalid and suspicious entries.
 
     DIR is a data set in the layout of COCO (annotations/[instances_]SPLIT.json, and the images of
-    each split in SPLIT/), Roboflow, CVAT, LabelMe or YOLO. The exit code is 0 even if there are
-    invalid or suspicious entries.
+    each split in SPLIT/), Roboflow, CVAT, LabelMe or YOLO. It can also be a COCO file whose images
+    are beside it, or the YAML file of a YOLO data set. The exit code is 0 even if there are invalid
+    or suspicious entries.
     """
     from rich.console import Console
     from rich.progress import Progress
