@@ -37,7 +37,7 @@ def test_server_of_a_bundle_is_measured_and_stopped(bundle: Path, tmp_path: Path
     record = tmp_path / "record.json"
     levels = ("--concurrency", 1, "--http", 6, "--streamed", 6, "--load", 0.5)
     levels += ("--processes", 2)
-    times = ("--seconds", 0.5, "--warmup", 0.1)
+    times = ("--seconds", 1, "--warmup", 0.1)
     extras = ("--engine-rate", "--peer", "unbatched", "--json", record, "--output", tmp_path)
     result = run(bundle, *levels, *times, *extras, "--", "--max-batch", 3, "--threads", 1)
     assert result.exit_code == 0, result.output
@@ -57,7 +57,7 @@ def test_server_of_a_bundle_is_measured_and_stopped(bundle: Path, tmp_path: Path
     assert 1 < streamed["mean_batch_size"] <= 3
     for measured in report["results"]:
         assert not measured["failures"]
-        assert measured["offered_per_second"] == measured["requests"] / 0.5
+        assert measured["offered_per_second"] == measured["requests"]  # in one second
         assert sum(measured["times"].values()) == pytest.approx(measured["latency"]["mean"])
         assert min(measured["times"].values()) >= 0
         assert measured["server"]["cores"] > 0
