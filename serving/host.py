@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import metadata
 from logging.handlers import QueueHandler
 from multiprocessing import Pipe
@@ -131,6 +131,12 @@ async def in_daemon_thread(work: Callable[..., _Result], *arguments: Any) -> _Re
 
     threading.Thread(target=run, name=work.__qualname__, daemon=True).start()
     return await asyncio.wrap_future(result)
+
+
+def call_in_parallel(functions: Sequence[Callable[[], object]]) -> None:
+    """Call each function in its own thread, and wait for all of them."""
+    with ThreadPoolExecutor(max(1, len(functions))) as threads:
+        list(threads.map(lambda function: function(), functions))
 
 
 def notify_service_manager(state: str) -> None:

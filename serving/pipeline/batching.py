@@ -16,7 +16,7 @@ from ...model.bundle.spec import ShapeBucket
 from ..detections import DEFAULT_SCHEDULING, SchedulingOptions
 from ..engines.worker_process import WorkerProcess
 from ..errors import BackendDownError, BackendError, ServingError
-from ..host import name_thread
+from ..host import call_in_parallel, name_thread
 from .scheduling import BatchPolicy, Reservation, Schedule, Ticket, time_limit
 
 _log = logging.getLogger(__name__)
@@ -213,8 +213,7 @@ class Batcher(Generic[Item, Result]):
                 worker.process.kill()  # otherwise `close` would wait for a process that is starting
             worker.is_up = False
         # `self._threads` is not used, because hanging batches may occupy all its threads.
-        with ThreadPoolExecutor(max(1, len(up))) as closing:
-            list(closing.map(WorkerProcess.close, up))
+        call_in_parallel([process.close for process in up])
         self._threads.shutdown()
         for worker in self._workers:
             worker.process.exited.result()

@@ -15,7 +15,7 @@ from ..detections import DetectionOptions, ResponseEncoder, SchedulingOptions, T
 from ..engines.base import EngineItem, EngineResult, SourceImage
 from ..engines.host_steps import HostProcessor
 from ..errors import ModelNotFoundError, QueueFullError, ReloadError, ServingError
-from ..host import in_daemon_thread
+from ..host import call_in_parallel, in_daemon_thread
 from ..monitoring.telemetry import Telemetry
 from .admission import AdmissionController
 from .batching import BatchResult
@@ -361,8 +361,8 @@ class ModelRepository:
     def close(self) -> None:
         """Close the thread pool that all models share, then the models."""
         self.resources.threads.close()
-        for pipeline in self.pipelines:
-            pipeline.model.close()
+        # In parallel, so that workers that hang delay the end by 10 s in total, not 10 s per model.
+        call_in_parallel([pipeline.model.close for pipeline in self.pipelines])
 
     def _check_reloaded(self, reloaded: Pipeline, model: ServedModel) -> None:
         """Raise ReloadError if a pipeline other than `reloaded` uses one of the names of `model`.

@@ -28,7 +28,7 @@ from ..errors import (
     PrecisionNotFoundError,
     UnloadedError,
 )
-from ..host import in_daemon_thread
+from ..host import call_in_parallel, in_daemon_thread
 from ..monitoring.metrics import Metrics
 from .batching import START_TIMEOUT_S, Batcher
 from .scheduling import BatchPolicy, time_limit
@@ -234,8 +234,7 @@ class ServedModel:
 
     def close(self) -> None:
         """Wait for the in-flight batches and end the worker processes. Idempotent."""
-        for batcher in self.batchers.values():
-            batcher.close()
+        call_in_parallel([batcher.close for batcher in self.batchers.values()])
         for group in self._processes.values():  # if `load` failed, no batcher owns them
             for process in group:
                 process.kill()

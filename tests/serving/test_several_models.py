@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -27,7 +30,9 @@ from maskrcnn_trt.serving.commands.serve import model_sources, serve
 from maskrcnn_trt.serving.commands.serve_doctor import diagnose
 from maskrcnn_trt.serving.config import ServeConfig
 from maskrcnn_trt.serving.detections import SchedulingOptions
+from maskrcnn_trt.serving.engines import worker_process
 from maskrcnn_trt.serving.errors import RefusedError, ServingError
+from maskrcnn_trt.serving.host import child_process_ids
 from maskrcnn_trt.serving.pipeline.served_model import ModelSource
 from maskrcnn_trt.serving.server import detection_server
 
@@ -190,6 +195,22 @@ async def test_a_repository_serves_the_newest_version_of_each_model(
             assert await server.metrics.value("nv_inference_request_success", **labels) == requests
         with pytest.raises(InferenceServerException, match=r"version '2' .* use 10"):
             await server.triton.infer("street", images_of(picture()), "2")
+
+
+async def test_hanging_workers_of_all_models_are_killed_at_the_same_time(
+    wide_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_s = 5.0
+    monkeypatch.setattr(worker_process, "_CLOSE_TIMEOUT_S", limit_s)
+    others = child_process_ids()
+    config = ServeConfig(port=0, drain_delay_s=0)
+    async with detection_server(two_models(wide_bundle, tmp_path), config):
+        workers = child_process_ids() - others
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
+        begin = time.monotonic()
+    assert len(workers) == 2
+    assert limit_s <= time.monotonic() - begin < 2 * limit_s
 
 
 async def test_clashing_names_are_rejected_with_the_remedy(wide_bundle: Path) -> None:
