@@ -1,5 +1,10 @@
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +12,7 @@ import pytest
 
 from maskrcnn_trt.export import commands
 from maskrcnn_trt.model.bundle.manifest import BundleError, read_manifest
+from maskrcnn_trt.model.weights import bundle_cache
 from maskrcnn_trt.model.weights.bundle_cache import bundle_from_reference
 
 
@@ -79,3 +85,27 @@ def test_damaged_bundles_are_exported_again(
     assert artifact.read_bytes() == content
     bundle_from_reference(weights)  # the bundle is intact
     assert len(exports) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_export_also_ends_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    checkpoint, started = tmp_path / "model.pth", tmp_path / "started"
+    checkpoint.touch()
+    script = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    monkeypatch.setattr(bundle_cache, "module_command", lambda _: [sys.executable, "-c", script])
+
+    def send_signal() -> None:
+        while not (started.exists() and started.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    default = signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=send_signal, daemon=True).start()
+    with pytest.raises(SystemExit) as error:
+        bundle_from_reference(checkpoint)
+    assert error.value.code == 128 + number
+    assert not Path("/proc", started.read_text()).exists()
+    assert signal.signal(number, default) is signal.SIG_DFL
