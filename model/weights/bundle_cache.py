@@ -3,14 +3,11 @@
 This module does not import torch.
 """
 
-import contextlib
 import re
-import signal
 import subprocess
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 import click
 import yaml
@@ -23,6 +20,7 @@ from ..bundle.spec import ShapeBucket
 from ..child_process import module_command
 from ..config.strict_yaml import value_from_yaml
 from ..download.local_files import exclusive_lock
+from ..exit_signals import exit_on_signals
 from .downloads import CONFIG_NAME, base_config, is_url, mirror_checksums, weights_path
 from .zoo import is_zoo_name, zoo_model
 
@@ -142,30 +140,7 @@ def _export(
             command += [option, str(value)]
     command += ["--", reference]  # a file's name may begin with a dash
     # Send the export's output to standard error. Standard output is for the calling command.
-    with _exit_on_signals():  # `subprocess.run` kills the child if an exception is raised
+    with exit_on_signals():  # `subprocess.run` kills the child if an exception is raised
         code = subprocess.run(command, stdout=_STDERR, check=False).returncode
     if code:
         raise click.exceptions.Exit(code if code > 0 else 128 - code)
-
-
-@contextlib.contextmanager
-def _exit_on_signals() -> Iterator[None]:
-    """Context manager: raise `SystemExit` on SIGTERM and SIGHUP, if they would end this process."""
-
-    def leave(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    numbers = []
-    if threading.current_thread() is threading.main_thread():  # others cannot set handlers
-        numbers = [
-            number
-            for number in (signal.SIGTERM, signal.SIGHUP)
-            if signal.getsignal(number) is signal.SIG_DFL
-        ]
-    for number in numbers:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)

@@ -74,7 +74,8 @@ def openapi_document() -> dict[str, Any]:
             "title": "Mask R-CNN server",
             "version": __version__,
             "description": "Detection in images, and the Open Inference Protocol v2 with Triton's "
-            "extensions. Each response has the header x-request-id. A request may set its value.",
+            "extensions. The responses described here have the header x-request-id. A request may "
+            "set its value.",
         },
         "paths": {**_detection_paths(), **_inference_paths()},
         "components": {

@@ -102,10 +102,13 @@ def test_a_signal_during_the_export_also_ends_the_export(
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
-    default = signal.signal(number, signal.SIG_DFL)
+    handlers = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGTERM, signal.SIGHUP)}
     threading.Thread(target=send_signal, daemon=True).start()
-    with pytest.raises(SystemExit) as error:
-        bundle_from_reference(checkpoint)
+    try:
+        with pytest.raises(SystemExit) as error:
+            bundle_from_reference(checkpoint)
+    finally:
+        for own, handler in handlers.items():
+            signal.signal(own, handler)
     assert error.value.code == 128 + number
     assert not Path("/proc", started.read_text()).exists()
-    assert signal.signal(number, default) is signal.SIG_DFL
