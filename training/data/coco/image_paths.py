@@ -1,6 +1,7 @@
 """Find the image files that a COCO file lists."""
 
 import os
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
     """
     # One listing instead of a `stat` per file saves minutes on a network file system.
     present = {entry.name for entry in os.scandir(folder)}
-    paths = {name: path for name in names if (path := _existing(folder, name, present))}
+    paths = {name: path for name in names if (path := existing_path(folder, name, present))}
     missing = {name: _last_part(name) for name in names if name not in paths}
     if not missing:
         return ImagePaths(paths, frozenset(), frozenset(), frozenset())
@@ -55,14 +56,17 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
     return ImagePaths(paths | moved, frozenset(moved), ambiguous, other_case)
 
 
-def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
+def existing_path(folder: Path, name: str, present: Collection[str] = ()) -> Path | None:
     """Return the path of an image file that a COCO file names. None: the image file is missing.
 
-    `name` is the path in the COCO file, relative to `folder`. `present` contains the names of all
-    files and folders directly in `folder`. If `name` is among them, the disk is not accessed.
+    `name` is the path in the COCO file, relative to `folder`. `present` contains names of files
+    and folders directly in `folder`. If `name` is among them, the disk is not accessed.
     """
-    # Programs on Windows write backslashes, so try the name with slashes too.
-    for candidate in (name, name.replace("\\", "/")):
+    # Programs on Windows write backslashes, so try the name with slashes too. Programs on macOS
+    # write `é` as two code points, so try both forms of accented letters.
+    slashed = name.replace("\\", "/")
+    forms = (unicodedata.normalize(form, slashed) for form in ("NFC", "NFD"))
+    for candidate in dict.fromkeys((name, slashed, *forms)):
         # Not `Path.is_file`, which raises an error for a name that is too long.
         if candidate in present or os.path.isfile(folder / candidate):
             return folder / candidate
@@ -70,18 +74,20 @@ def _existing(folder: Path, name: str, present: set[str]) -> Path | None:
 
 
 def _last_part(name: str) -> str:
-    return name.replace("\\", "/").rpartition("/")[2]
+    """Return the last component of a path, with each accented letter as one code point."""
+    return unicodedata.normalize("NFC", name.replace("\\", "/").rpartition("/")[2])
 
 
 def _files_named(folder: Path, names: set[str]) -> defaultdict[str, list[Path]]:
     """Find files with the given names in a folder, at any depth. Ignore the case of letters.
 
-    The keys of the result are the actual file names. Each value lists the paths of the files with
-    this name.
+    The keys of the result are the actual file names, with each accented letter as one code point.
+    Each value lists the paths of the files with this name.
     """
     found = defaultdict(list)
     folded = {name.casefold() for name in names}
     for path in files_below(folder):
-        if path.name.casefold() in folded:
-            found[path.name].append(path)
+        name = unicodedata.normalize("NFC", path.name)
+        if name.casefold() in folded:
+            found[name].append(path)
     return found

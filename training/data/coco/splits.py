@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...config import DatasetConfig
 from .dataset import DataError
+from .image_paths import existing_path
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ def image_folder(folder: Path, split: str, file: Path, by_split: Mapping[str, Pa
     names = list(islice(_file_names(file), _LOOKUPS))
 
     def has_images(place: Path) -> bool:
-        return any(os.path.isfile(place / name) for name in names)
+        return any(existing_path(place, name) for name in names)
 
     for place in (*named, folder):
         if has_images(place):

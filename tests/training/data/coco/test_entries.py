@@ -1,6 +1,7 @@
 import json
+import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from coco_folder import HEIGHT, WIDTH, valid_content, write_folder
@@ -105,3 +106,21 @@ def test_images_in_other_subfolders_are_found_by_unique_names(tmp_path: Path, pr
     config.annotations.write_text(json.dumps(content))
     (names,) = CocoDataset(config).faults.values()
     assert names == (f"{prefix}11.jpg", f"{prefix}5.jpg", "other/5.jpg")
+
+
+@pytest.mark.parametrize("prefix", ["", "gone/"])
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_accented_names_are_found_in_both_unicode_forms(
+    tmp_path: Path, form: Literal["NFC", "NFD"], prefix: str
+) -> None:
+    content = valid_content()
+    config = write_folder(tmp_path, content)
+    image = content["images"][0]
+    path = config.images / unicodedata.normalize(form, "Caf\u00e9.jpg")
+    (config.images / image["file_name"]).rename(path)
+    other = unicodedata.normalize("NFD" if form == "NFC" else "NFC", path.name)
+    image["file_name"] = prefix + other
+    config.annotations.write_text(json.dumps(content))
+    dataset = CocoDataset(config, on_broken="refuse")
+    assert path in {record.path for record in dataset.records}
+    assert [*dataset.repairs] == ["images: file in another subfolder than listed"] * bool(prefix)

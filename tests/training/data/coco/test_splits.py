@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 
@@ -154,3 +155,15 @@ def test_the_validation_split_is_chosen(
     else:
         with pytest.raises(DataError, match=f"{', '.join(splits)}.*--images"):
             find_validation_split(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("listed", "actual"), [("\u00e9.jpg", "e\u0301.jpg"), ("a\\b.jpg", "a/b.jpg")]
+)
+def test_image_folder_is_recognised_by_names_in_another_form(
+    tmp_path: Path, listed: str, actual: str
+) -> None:
+    create(tmp_path, "annotations/train.json", "other/", f"photos/{actual}")
+    content = json.dumps({"images": [{"file_name": listed}]})
+    (tmp_path / "annotations" / "train.json").write_text(content)
+    assert find_splits(tmp_path)["train"].images == tmp_path / "photos"
