@@ -123,6 +123,10 @@ class CocoDataset:
         self.faults: Mapping[str, tuple[str, ...]] = {r: tuple(ids) for r, ids in faults.items()}
         self.repairs: Mapping[str, tuple[str, ...]] = {r: tuple(ids) for r, ids in repairs.items()}
         self._report(on_broken, len(content["annotations"]))
+        if not content["images"]:
+            raise DataError(
+                f"{self.name} lists no images; add images to its array 'images', or remove the file"
+            )
         if not images.valid:
             reasons = f": {summary_of(self.faults)}" if self.faults else ""
             raise DataError(f"{self.name} lists no valid image in {config.images}{reasons}")
