@@ -57,10 +57,10 @@ def find_image_paths(folder: Path, names: Collection[str]) -> ImagePaths:
 
 
 def existing_path(folder: Path, name: str, present: Collection[str] = ()) -> Path | None:
-    """Return the path of an image file that a COCO file names. None: the image file is missing.
+    """Return the path of an image file that an annotation file names. None: the file is missing.
 
-    `name` is the path in the COCO file, relative to `folder`. `present` contains names of files
-    and folders directly in `folder`. If `name` is among them, the disk is not accessed.
+    `name` is the listed path, relative to `folder`. `present` contains names of files and folders
+    directly in `folder`. If `name` is among them, the disk is not accessed.
     """
     # Programs on Windows write backslashes, so try the name with slashes too. Programs on macOS
     # write `é` as two code points, so try both forms of accented letters.

@@ -3,7 +3,6 @@
 import base64
 import io
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from ....model.image_limits import ImageError
 from ....model.masks import coco_from_rle, rle_from_mask
 from ..coco.annotations import FAR_OUTSIDE, MAX_EXTENT
 from ..coco.dataset import DataError, read_json
+from ..coco.image_paths import existing_path
 from ..coco.numbers import integer_from
 from ..folders import relative_name
 from ..image_sizes import read_header_size
@@ -184,13 +184,12 @@ def _image_of(path: Path, image_path: str, folder: Path) -> Path | None:
     name = written.rpartition("/")[2]
     places = [path.parent, path.parent / "images", path.parent.parent / "images"]
     places += [folder / "images" / path.parent.name, folder / "images", folder]
-    candidates = [path.parent / written] if written else []
-    candidates += [place / name for place in places if name]
+    candidates = [(path.parent, written)] if written else []
+    candidates += [(place, name) for place in places if name]
     candidates += [
-        place / (path.stem + suffix) for place in places for suffix in IMAGE_FILE_SUFFIXES
+        (place, path.stem + suffix) for place in places for suffix in IMAGE_FILE_SUFFIXES
     ]
-    # Not `Path.is_file`, which raises an error for a name that is too long.
-    return next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
+    return next(filter(None, (existing_path(*candidate) for candidate in candidates)), None)
 
 
 class _InvalidShapeError(Exception):

@@ -121,6 +121,14 @@ def test_images_of_labelme_are_found_after_a_move(tmp_path: Path, path: str) -> 
     assert dataset.records[0].path.resolve() == tmp_path / "photo_000.jpg"
 
 
+def test_images_of_labelme_are_found_in_another_unicode_form(tmp_path: Path) -> None:
+    labelme_dataset(tmp_path, {"points": SQUARE}, imagePath="\u00e9.jpg")
+    (tmp_path / "photo_000.json").rename(tmp_path / "renamed.json")
+    image = (tmp_path / "photo_000.jpg").rename(tmp_path / "e\u0301.jpg")
+    (split,) = recognize_layout(tmp_path).splits.values()
+    assert image in {record.path for record in split.load(on_broken="refuse").records}
+
+
 def test_folders_of_labelme_may_be_splits(tmp_path: Path) -> None:
     write_labelme(tmp_path / "Train", TRAIN, [])
     write_labelme(tmp_path / "validation", VAL, [])
