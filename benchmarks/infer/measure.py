@@ -135,11 +135,11 @@ def measure_models(
     """
     bucket = settings.bucket or first_bucket(models[0])
     results: list[InferResult] = []
-    for choice in engine_choices(models, settings):
-        wanted = (str(choice.model), choice.name, choice.precision)
+    for spec in engine_specs(models, settings):
+        wanted = (str(spec.model), spec.name, spec.precision)
         if any((r.model, r.engine, r.precision) == wanted for r in results):
             continue  # the backend `auto` selected this baseline, so it is measured already
-        for measurement in _measure_in_process(choice, bucket, settings):
+        for measurement in _measure_in_process(spec, bucket, settings):
             if on_measurement is not None:
                 on_measurement(measurement)
             elif isinstance(measurement, InferFailure):
@@ -176,7 +176,7 @@ def measure_rooflines(models: Sequence[Path], settings: InferSettings) -> list[M
     return list(iterate_in_process(measure_matmul_rooflines, floats, config, bucket))
 
 
-def engine_choices(models: Sequence[Path], settings: InferSettings) -> Iterator[EngineSpec]:
+def engine_specs(models: Sequence[Path], settings: InferSettings) -> Iterator[EngineSpec]:
     """Yield the engines to measure. In each precision, baselines come after the models."""
     with_torchvision = "torchvision" in settings.peers
     with_onnxruntime = "onnxruntime" in settings.peers and settings.backend != "onnxruntime"
@@ -190,26 +190,26 @@ def engine_choices(models: Sequence[Path], settings: InferSettings) -> Iterator[
                 yield EngineSpec(model, precision, "onnxruntime")
 
 
-def _failure(choice: EngineSpec, batch: int | None, reason: str) -> InferFailure:
-    return InferFailure(str(choice.model), choice.name, choice.precision, batch, reason)
+def _failure(spec: EngineSpec, batch: int | None, reason: str) -> InferFailure:
+    return InferFailure(str(spec.model), spec.name, spec.precision, batch, reason)
 
 
 def _measure_in_process(
-    choice: EngineSpec, bucket: ShapeBucket, settings: InferSettings
+    spec: EngineSpec, bucket: ShapeBucket, settings: InferSettings
 ) -> Iterator[Measurement]:
-    if choice.backend == "onnxruntime" and choice.precision == "bf16":
+    if spec.backend == "onnxruntime" and spec.precision == "bf16":
         yield _failure(
-            choice, None, "there is no ONNX model in bf16; measure bf16 with --backend torch"
+            spec, None, "there is no ONNX model in bf16; measure bf16 with --backend torch"
         )
         return
     try:
-        yield from iterate_in_process(_measure_engine, choice, bucket, settings)
+        yield from iterate_in_process(_measure_engine, spec, bucket, settings)
     except ProcessError as error:
-        yield _failure(choice, None, str(error))
+        yield _failure(spec, None, str(error))
 
 
 def _measure_engine(
-    choice: EngineSpec, bucket: ShapeBucket, settings: InferSettings
+    spec: EngineSpec, bucket: ShapeBucket, settings: InferSettings
 ) -> Iterator[Measurement]:
     """Measure an engine at each batch size in ascending order.
 
@@ -217,31 +217,31 @@ def _measure_engine(
     engine cannot be loaded, a single `InferFailure` is yielded.
     """
     try:
-        runner = choice.load(bucket, max(settings.batches))
+        runner = spec.load(bucket, max(settings.batches))
         encoded = settings.images or [noise_jpeg(bucket)]
         images = batch_from_encoded(encoded, bucket, max(settings.batches))
     except Exception as error:
-        yield _failure(choice, None, _reason_from(error))
+        yield _failure(spec, None, _reason_from(error))
         return
     batches = [images[:batch] for batch in sorted(settings.batches)]
 
     def speed(run: BatchRun, batch: int) -> InferResult:
-        return _measure_speed(choice, run, bucket, batch, settings)
+        return _measure_speed(spec, run, bucket, batch, settings)
 
     def stages(run: BatchRun, batch: int) -> StageTimes | None:
         is_profiled = (run.engine, run.device, run.data) == ("torch", "cuda", "device")
         if not is_profiled:
             return None
-        return measure_stages(run.run, run.engine, choice.precision, batch)
+        return measure_stages(run.run, run.engine, spec.precision, batch)
 
-    yield from _measure_batches(choice, runner, batches, speed)
-    if settings.with_stages and choice.precision == settings.precisions[0]:
+    yield from _measure_batches(spec, runner, batches, speed)
+    if settings.with_stages and spec.precision == settings.precisions[0]:
         # Profile after all measurements of speed, because the profiler may slow them down.
-        yield from _measure_batches(choice, runner, batches, stages)
+        yield from _measure_batches(spec, runner, batches, stages)
 
 
 def _measure_batches(
-    choice: EngineSpec,
+    spec: EngineSpec,
     runner: BundleRunner | TorchRunner,
     batches: list[NDArray[np.uint8]],
     measure: Callable[[BatchRun, int], Measurement | None],
@@ -254,11 +254,11 @@ def _measure_batches(
                 if measurement is not None:
                     yield measurement
         except Exception as error:  # each library has its own exception type for lack of memory
-            yield _failure(choice, len(images), _reason_from(error))
+            yield _failure(spec, len(images), _reason_from(error))
 
 
 def _measure_speed(
-    choice: EngineSpec, run: BatchRun, bucket: ShapeBucket, batch: int, settings: InferSettings
+    spec: EngineSpec, run: BatchRun, bucket: ShapeBucket, batch: int, settings: InferSettings
 ) -> InferResult:
     measure_durations(run.run, _WARMUP_SHARE * settings.seconds, settings.warmup)
     detections = sum(run.count_detections(run.run()))
@@ -269,9 +269,9 @@ def _measure_speed(
         durations = measure_durations(run.run, settings.seconds / 2)
         rate = measure_call_rate(run.enqueue, run.synchronize, len(durations))
     return InferResult(
-        model=str(choice.model),
+        model=str(spec.model),
         engine=run.engine,
-        precision=choice.precision,
+        precision=spec.precision,
         device=run.device,
         data=run.data,
         bucket=str(bucket),

@@ -19,7 +19,7 @@ from maskrcnn_trt.benchmarks.infer import infer
 from maskrcnn_trt.benchmarks.infer.measure import (
     InferSettings,
     MeasurementError,
-    engine_choices,
+    engine_specs,
     measure_models,
 )
 from maskrcnn_trt.benchmarks.infer.runners import (
@@ -147,9 +147,9 @@ def test_failure_is_raised_without_a_callback(single_image_bundle: Path):
 
 def test_engines_are_ordered_by_precision_and_peers_last(bundle: Path, tiny_checkpoint: Path):
     settings = InferSettings(precisions=("fp16", "fp32"), peers=("onnxruntime", "torchvision"))
-    choices = engine_choices([bundle, tiny_checkpoint], settings)
+    specs = engine_specs([bundle, tiny_checkpoint], settings)
     names = ["bundle", "eager", "onnxruntime", "torchvision"]
-    assert [(c.precision, c.name) for c in choices] == [
+    assert [(c.precision, c.name) for c in specs] == [
         (precision, name) for precision in ("fp16", "fp32") for name in names
     ]
 

@@ -15,14 +15,11 @@ from ..coco.dataset import CocoContent, DataError, distinct_names
 from ..coco.image_paths import find_image_paths
 from ..coco.numbers import id_from, integer_from
 
-# Content of a COCO annotation file.
-Content = dict[str, Any]
-
 # Suffix that Roboflow adds to image names. Augmented copies of an image differ only in the suffix.
 _COPY_SUFFIX = re.compile(r"\.rf\.[0-9a-zA-Z]+(?=\.\w+$)")
 
 
-def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, CocoContent]:
+def split_content(content: dict[str, Any], shares: Mapping[str, float]) -> dict[str, CocoContent]:
     """Divide a data set into parts by a hash of the image file names.
 
     An image therefore stays in its part when the data set grows. All augmented copies that Roboflow
@@ -69,7 +66,7 @@ def split_content(content: Content, shares: Mapping[str, float]) -> dict[str, Co
     return parts
 
 
-def repeated_classes(content: Content) -> dict[str, list[int | str | None]]:
+def repeated_classes(content: dict[str, Any]) -> dict[str, list[int | str | None]]:
     """Return each name that several categories of a data set have, with these categories' ids."""
     ids: dict[str, list[int | str | None]] = defaultdict(list)
     for category in content["categories"]:
@@ -87,7 +84,7 @@ class Merged(NamedTuple):
     missing: list[str]
 
 
-def merge_contents(sources: Sequence[tuple[Path, Content]]) -> Merged:
+def merge_contents(sources: Sequence[tuple[Path, dict[str, Any]]]) -> Merged:
     """Join data sets. Classes of the same name become one, and images and annotations get new ids.
 
     All entries of the same image file become one image with all annotations of the file. Image
@@ -157,7 +154,7 @@ def merge_contents(sources: Sequence[tuple[Path, Content]]) -> Merged:
 
 
 def filter_content(
-    content: Content,
+    content: dict[str, Any],
     *,
     classes: Collection[str] | None = None,
     min_area: float = 0.0,
@@ -254,7 +251,7 @@ def _hash_of(file_name: str) -> float:
     return int.from_bytes(hashlib.sha256(encoded).digest()[:6]) / 2**48
 
 
-def _with_images(content: Content, images: list[dict[str, Any]]) -> Content:
+def _with_images(content: dict[str, Any], images: list[dict[str, Any]]) -> dict[str, Any]:
     ids = {id_from(image.get("id")) for image in images}
     annotations = [a for a in content["annotations"] if id_from(a.get("image_id")) in ids]
     return {**content, "images": images, "annotations": annotations}
