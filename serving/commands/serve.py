@@ -152,8 +152,8 @@ def _read_environment_and_file(
     callback of the option `--config`. `path` is the option's value; None if it is not given.
 
     Raises:
-        click.UsageError: An environment variable `MASKRCNN_...` does not name a setting, or the
-            file is invalid.
+        click.UsageError: An environment variable `MASKRCNN_...` is empty or does not name a
+            setting, or the file is invalid.
     """
     _check_environment()
     if path is not None:
@@ -161,8 +161,8 @@ def _read_environment_and_file(
 
 
 def _check_environment() -> None:
-    known = [_variable(name) for name in ("config", *ServeConfig.model_fields)]
-    known += [MIRROR_VARIABLE, CHECKSUMS_VARIABLE]
+    settings = [_variable(name) for name in ("config", *ServeConfig.model_fields)]
+    known = [*settings, MIRROR_VARIABLE, CHECKSUMS_VARIABLE]
     # For a service named maskrcnn, Kubernetes sets variables such as MASKRCNN_PORT.
     for name, value in os.environ.items():
         if name.startswith(_PREFIX) and value.startswith(("tcp://", "udp://")):
@@ -176,6 +176,12 @@ def _check_environment() -> None:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(known)}"
             raise click.UsageError(f"the environment variable {name} is not a setting; {hint}")
+    # click treats an empty variable as unset, so a template without its value would, for example,
+    # silently start a server without access control.
+    if empty := [name for name in settings if os.environ.get(name) == ""]:
+        raise click.UsageError(
+            f"the environment variable {empty[0]} is empty; set a value, or remove the variable"
+        )
 
 
 def _spelling(name: str) -> str:

@@ -174,6 +174,7 @@ def test_times_are_at_most_a_day(name: str, value: str) -> None:
             "Kubernetes has set MASKRCNN_PORT to tcp://10.0.0.1:80 for a service; set "
             "`enableServiceLinks: false`",
         ),
+        ({"token_file": ""}, "MASKRCNN_TOKEN_FILE is empty"),
         ({"max_batch": "0"}, "MASKRCNN_MAX_BATCH is 0; allowed: whole number, >= 1"),
         ({"backend": "cuda"}, "MASKRCNN_BACKEND"),
         (("--workers", -1), "--workers is -1; allowed: whole number, >= 1, or leave it out"),
