@@ -65,8 +65,8 @@ class ServeFields(FrozenConfig):
     in use, further requests of a connection that has its fair share are rejected."""
     max_wait_s: float = Field(10.0, gt=0, le=DAY_S)
     """Maximum estimated queue time in seconds. If the recent service rate is too low for
-    `queue_size` images in this time, there are fewer admission slots, but at least 32 and at least
-    those of two batches."""
+    `queue_size` images in this time, there are fewer admission slots, but at least 32, and at
+    least 2 x `max_batch`."""
     max_requests_per_s: float | None = Field(None, gt=0)
     """Maximum number of requests per second of a client. A client is identified by its token or,
     without `token_file`, by its host. None: no limit."""

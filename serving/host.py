@@ -134,7 +134,10 @@ async def in_daemon_thread(work: Callable[..., _Result], *arguments: Any) -> _Re
 
 
 def call_in_parallel(functions: Sequence[Callable[[], object]]) -> None:
-    """Call each function in its own thread, and wait for all of them."""
+    """Call each function in its own thread, and wait for all of them.
+
+    If functions raise errors, the error of the first of them is raised after all have ended.
+    """
     with ThreadPoolExecutor(max(1, len(functions))) as threads:
         list(threads.map(lambda function: function(), functions))
 

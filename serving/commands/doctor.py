@@ -195,8 +195,8 @@ def run_steps(steps: Sequence[FirstRunStep], report: Path, first: int = 1) -> bo
 
     Args:
         steps: The steps.
-        report: Output folder. It gets a file with the output of each step, the log files of
-            training and build, and `machine.txt` with the GPU and the package versions.
+        report: Output folder. It gets a file with the output of each step, copies of the files
+            that steps name, and `machine.txt` with the GPU and the package versions.
         first: Number of the first step to run, from 1.
     """
     report.mkdir(parents=True, exist_ok=True)
